@@ -1,0 +1,35 @@
+"""Makes the in-process hidden-states generator of speculators 0.3 and 0.4 work with the installed vLLM.
+
+``import spec_vllm_compat`` before speculators is all there is to do::
+
+    import spec_vllm_compat
+    from speculators.data_generation import VllmHiddenStatesGenerator
+
+Importing loads neither torch, vLLM nor speculators and works without them.
+"""
+
+from spec_vllm_compat._version import __version__
+from spec_vllm_compat.errors import (
+    CompatError,
+    ExtractionError,
+    InvalidBatchError,
+    PatchError,
+    UnsupportedVersionError,
+    WorkerMismatchError,
+)
+from spec_vllm_compat.registry import install, report, uninstall
+
+__all__ = [
+    "CompatError",
+    "ExtractionError",
+    "InvalidBatchError",
+    "PatchError",
+    "UnsupportedVersionError",
+    "WorkerMismatchError",
+    "__version__",
+    "install",
+    "report",
+    "uninstall",
+]
+
+install()

@@ -1,0 +1,1 @@
+"""The driver's side: the process in which the generator runs."""

@@ -1,0 +1,99 @@
+"""State of one generator on the driver, shared by the adapters of its executor and its scheduler."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from spec_vllm_compat.driver.call import Call
+from spec_vllm_compat.errors import CompatError, ExtractionError
+from spec_vllm_compat.protocol import ASK, Answer, Capturing, Step
+
+
+class Session:
+    """What one generator asked for and what its workers answered.
+
+    Attributes:
+        asked: layer ids in the order of the caller, repetitions included.
+        capturing: what the workers capture, once they have been told.
+        call: the running ``generate()`` call, or None.
+        broken: why no further call can be trusted, or None.
+    """
+
+    def __init__(self) -> None:
+        self.asked: tuple[int, ...] = ()
+        self.capturing: Capturing | None = None
+        self.call: Call | None = None
+        self.broken: str | None = None
+
+    def ask(self, executor: Any, request: str, *args: Any) -> list[Any]:
+        """Ask every rank; values by rank.
+
+        An interrupt waits for the replies, so that none is left over for the next question.
+
+        Raises:
+            ExtractionError: a rank failed. The other ranks' replies are read, so the executor stays usable.
+        """
+        import vllm.envs
+
+        if self.broken is not None:
+            raise CompatError(f"this generator cannot be used any more: {self.broken}. Build a new one.")
+        try:
+            with _interrupts_wait():
+                answers: list[Answer] = executor.collective_rpc(
+                    ASK, args=(request, *args), timeout=vllm.envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
+                )
+        except _Interrupted:
+            raise KeyboardInterrupt from None
+        except BaseException as error:
+            self.broken = f"the workers did not answer {request!r} ({type(error).__name__}: {error})"
+            raise
+        failed = [f"rank {rank}: {answer.error}" for rank, answer in enumerate(answers) if answer.error]
+        if failed:
+            raise ExtractionError(f"worker failed in {request!r}: {'; '.join(failed)}")
+        return [answer.value for answer in answers]
+
+    def step(self, executor: Any, scheduler_output: Any) -> None:
+        """Execute one scheduler step on every rank and take in its rows."""
+        steps: list[Step] = self.ask(executor, "step", scheduler_output)
+        first = steps[0]
+        for rank, step in enumerate(steps):
+            if step.chunks != first.chunks or step.layer_calls != first.layer_calls:
+                raise ExtractionError(f"rank {rank} ran another batch than rank 0: {step.chunks} and {first.chunks}")
+        if first.chunks and self.call is None:
+            raise ExtractionError("a step was executed outside of generate()")
+        if self.call is not None:
+            self.call.write(first)
+
+
+class _Interrupted(Exception):
+    """Ctrl-C came while replies were awaited; they have all been read."""
+
+
+@contextmanager
+def _interrupts_wait() -> Iterator[None]:
+    """Hold the first SIGINT back until the block is done; a second one goes through at once."""
+    previous = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(previous):
+        yield
+        return
+    came = False
+
+    def note(signum: int, frame: Any) -> None:
+        nonlocal came
+        if came:
+            previous(signum, frame)
+        came = True
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    if came:
+        if previous is signal.default_int_handler:
+            raise _Interrupted
+        previous(signal.SIGINT, None)

@@ -1,0 +1,42 @@
+"""The patch sets, one module each, in the order in which they are reported.
+
+A module holds a record (why, what changed upstream and when, how it is probed, when it can go) and its changes. Patch
+sets know nothing of each other. To add one: write the module, add it here; docs and reports follow.
+"""
+
+from __future__ import annotations
+
+from spec_vllm_compat.patches import (
+    aux_hidden_states,
+    forward_hooks,
+    is_encoder_decoder,
+    kv_cache_specs,
+    lifecycle,
+    memory_query,
+    prefill_steps,
+    prefix_caching,
+    reply_rank,
+    request_eos_token_id,
+    result_order,
+    scheduler_block_size,
+    start_method,
+    two_phase,
+)
+from spec_vllm_compat.seams import PatchSet
+
+PATCH_SETS: tuple[PatchSet, ...] = (
+    aux_hidden_states.PATCH_SET,
+    two_phase.PATCH_SET,
+    reply_rank.PATCH_SET,
+    forward_hooks.PATCH_SET,
+    is_encoder_decoder.PATCH_SET,
+    kv_cache_specs.PATCH_SET,
+    scheduler_block_size.PATCH_SET,
+    request_eos_token_id.PATCH_SET,
+    memory_query.PATCH_SET,
+    start_method.PATCH_SET,
+    prefix_caching.PATCH_SET,
+    prefill_steps.PATCH_SET,
+    result_order.PATCH_SET,
+    lifecycle.PATCH_SET,
+)

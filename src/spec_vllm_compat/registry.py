@@ -1,0 +1,207 @@
+"""Selects patch sets by version and probe, applies them when speculators is imported, undoes them, reports.
+
+Nothing here imports torch, vLLM or speculators: everything happens in post-import hooks.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import wrapt
+
+from spec_vllm_compat import support
+from spec_vllm_compat.errors import CompatError, PatchError, UnsupportedVersionError
+from spec_vllm_compat.report import PatchReport, Report
+from spec_vllm_compat.versions import Versions, detect
+
+GENERATOR_PACKAGE = "speculators.data_generation"
+GENERATOR_MODULE = f"{GENERATOR_PACKAGE}.vllm_hidden_states_generator"
+GENERATOR_CLASS = "VllmHiddenStatesGenerator"
+SWITCH = "SPEC_VLLM_COMPAT"
+
+logger = logging.getLogger("spec_vllm_compat")
+
+
+@dataclass
+class _State:
+    active: bool = False
+    hooked: bool = False
+    installation: Any = None  # seams.Installation once the generator module is patched
+    failure: CompatError | None = None
+    patches: list[PatchReport] = field(default_factory=list)
+    undo: list[Any] = field(default_factory=list)
+
+
+_state = _State()
+
+
+def install() -> None:
+    """Arrange that speculators' hidden-states generator is patched as soon as it is imported.
+
+    Called by ``import spec_vllm_compat``; a second call changes nothing. A generator module that is already imported is
+    patched at once. ``SPEC_VLLM_COMPAT=off`` in the environment disables everything.
+
+    Raises:
+        CompatError: speculators is imported already and cannot be patched, or is only half imported.
+    """
+    if _state.active:
+        if _state.failure is not None:  # a second import must not succeed unpatched
+            raise _state.failure
+        return
+    if os.environ.get(SWITCH, "").lower() in {"off", "0", "false"}:
+        logger.warning("%s=%s: spec_vllm_compat is imported but changes nothing", SWITCH, os.environ[SWITCH])
+        return
+    half = sys.modules.get(GENERATOR_MODULE)
+    if half is not None and getattr(half.__spec__, "_initializing", False):  # wrapt would run the hook on it at once
+        raise CompatError(
+            f"expected to be imported before speculators; found {GENERATOR_MODULE} half imported. "
+            "Put `import spec_vllm_compat` before the first import of speculators."
+        )
+    _state.active = True
+    sys.meta_path.insert(0, _GATE)
+    if not _state.hooked:  # wrapt has no way to take a hook back; the hooks ask whether we are active
+        _state.hooked = True
+        wrapt.register_post_import_hook(_package_imported, GENERATOR_PACKAGE)
+        wrapt.register_post_import_hook(_generator_imported, GENERATOR_MODULE)
+    else:
+        for name, hook in ((GENERATOR_PACKAGE, _package_imported), (GENERATOR_MODULE, _generator_imported)):
+            if name in sys.modules:
+                hook(sys.modules[name])
+    if _state.failure is not None:
+        raise _state.failure
+
+
+def uninstall() -> None:
+    """Take every change back: names, methods and import hooks are as they were before :func:`install`.
+
+    Generators that exist already keep working; new ones are those of speculators alone.
+    """
+    if not _state.active:
+        return
+    _state.active = False
+    if _GATE in sys.meta_path:
+        sys.meta_path.remove(_GATE)
+    if _state.installation is not None:
+        _state.installation.undo()
+    while _state.undo:
+        _state.undo.pop()()
+    _state.installation, _state.failure, _state.patches = None, None, []
+
+
+def report() -> Report:
+    """What is installed, which patch sets apply and why, and what failed."""
+    versions = detect()
+    return Report(
+        active=_state.active,
+        versions=tuple(versions),
+        tested=support.is_tested(versions),
+        patches=tuple(_state.patches),
+        failure=_state.failure,
+    )
+
+
+class _Gate:
+    """Import finder that finds nothing; it stops the import of the generator where no patch set could help.
+
+    A post-import hook would come too late: the module's own imports fail first, with a message about some name in vLLM.
+    """
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name in (GENERATOR_PACKAGE, GENERATOR_MODULE):
+            versions = detect()
+            too_new = support.without_generator(versions)
+            if not (too_new and name == GENERATOR_PACKAGE):  # that package has other uses in speculators 0.5
+                support.require(versions)
+        return None
+
+
+_GATE = _Gate()
+
+
+def _package_imported(module: ModuleType) -> None:
+    """speculators 0.5 and newer have no generator: explain it where somebody asks for one."""
+    if not _state.active or hasattr(module, GENERATOR_CLASS) or hasattr(module, "__getattr__"):
+        return
+
+    def explain(name: str) -> Any:
+        if name == GENERATOR_CLASS:
+            support.require(detect())
+        raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
+
+    module.__getattr__ = explain  # type: ignore[method-assign]
+    _state.undo.append(lambda: vars(module).pop("__getattr__", None))
+
+
+def _generator_imported(module: ModuleType) -> None:
+    """Patch the generator module. Never raises: an error in a hook would break the first import only."""
+    if not _state.active or _state.installation is not None:
+        return
+    try:
+        _apply(module)
+    except CompatError as error:
+        _fail(module, error)
+    except Exception as error:  # noqa: BLE001 - whatever it is, it must stop the generator and not be lost
+        _fail(module, CompatError(f"patching {module.__name__} failed: {type(error).__name__}: {error}"))
+
+
+def _apply(module: ModuleType) -> None:
+    from spec_vllm_compat.patches import PATCH_SETS
+    from spec_vllm_compat.seams import Installation, PatchSet, SeamMissing, Target
+
+    versions = detect()
+    support.require(versions)
+    target = Target(module, versions)
+    selected: list[PatchSet] = []
+    for patch_set in PATCH_SETS:
+        record = patch_set.record
+        by_version = _by_version(patch_set.record.vllm, record.speculators, versions)
+        try:
+            probe = patch_set.probe(target)
+        except SeamMissing as missing:
+            raise PatchError(
+                record.id, expected=missing.expected, found=missing.found, remedy=support.advice(versions)
+            ) from missing
+        outcome = PatchReport(record=record, applied=probe.needed, by_version=by_version, found=probe.found)
+        _state.patches.append(outcome)
+        if probe.needed:
+            selected.append(patch_set)
+        if outcome.disagree:
+            logger.warning("%s", outcome.sentence())
+    _state.installation = Installation(target)
+    _state.installation.apply(selected)
+    if not support.is_tested(versions):
+        logger.warning("%s", support.untested_sentence(versions))
+
+
+def _by_version(vllm: str, speculators: str, versions: Versions) -> bool | None:
+    answers = (versions.vllm.matches(vllm), versions.speculators.matches(speculators))
+    if False in answers:
+        return False
+    return None if None in answers else True
+
+
+def _fail(module: ModuleType, error: CompatError) -> None:
+    """Remember the failure and make every attempt to build a generator raise it."""
+    _state.failure = error
+    _state.installation = None
+    logger.error("%s", error)
+    cls = vars(module).get(GENERATOR_CLASS)
+    if cls is None:
+        return
+
+    def refuse(_wrapped: Any, _instance: Any, _args: Sequence[Any], _kwargs: dict[str, Any]) -> None:
+        raise error
+
+    original = vars(cls)["__init__"]
+    cls.__init__ = wrapt.FunctionWrapper(original, refuse)
+    _state.undo.append(lambda: setattr(cls, "__init__", original))
+
+
+__all__ = ["UnsupportedVersionError", "install", "report", "uninstall"]

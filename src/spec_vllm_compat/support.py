@@ -1,0 +1,61 @@
+"""Which pairs are supported: the allowed range, the tested range, and what to say outside of them."""
+
+from __future__ import annotations
+
+from spec_vllm_compat.errors import UnsupportedVersionError
+from spec_vllm_compat.versions import Versions
+
+#: Requirement strings, compared with pre-releases allowed.
+VLLM_ALLOWED = ">=0.11"
+VLLM_TESTED = ">=0.16,<0.17"
+SPECULATORS_ALLOWED = ">=0.3,<0.5"
+SPECULATORS_TESTED = ">=0.3,<0.5"
+
+_WORKING = f"Working pairs: speculators {SPECULATORS_ALLOWED} with vLLM {VLLM_ALLOWED} (tested: vLLM {VLLM_TESTED})."
+
+
+def without_generator(versions: Versions) -> bool:
+    """speculators 0.5 removed the in-process generator (speculators pull request 433)."""
+    return versions.speculators.matches(">=0.5") is True
+
+
+def require(versions: Versions) -> None:
+    """Raise :class:`UnsupportedVersionError` unless patch sets can help with the installed pair."""
+    speculators, vllm = versions.speculators, versions.vllm
+    if not speculators.present:
+        raise UnsupportedVersionError(f"speculators is not installed; `pip install 'speculators==0.3.0'`. {_WORKING}")
+    if without_generator(versions):
+        raise UnsupportedVersionError(
+            f"speculators {speculators.text} has no VllmHiddenStatesGenerator (removed in 0.5) and needs nothing from "
+            "spec_vllm_compat: it takes hidden states from vLLM's own `extract_hidden_states` (vLLM 0.17 and newer, "
+            "see its data generation guide). To keep the in-process generator, `pip install 'speculators<0.5'`."
+        )
+    if speculators.matches(SPECULATORS_ALLOWED) is False:
+        raise UnsupportedVersionError(
+            f"speculators {speculators.text} has no generator that spec_vllm_compat knows. {_WORKING}"
+        )
+    if not vllm.present:
+        raise UnsupportedVersionError(
+            f"vLLM is not installed: expected a module `vllm`, found none. Install the vLLM that your model needs. {_WORKING}"
+        )
+    if vllm.matches(VLLM_ALLOWED) is False:
+        raise UnsupportedVersionError(f"vLLM {vllm.text} is older than 0.11, the first that is supported. {_WORKING}")
+
+
+def is_tested(versions: Versions) -> bool:
+    return bool(versions.vllm.matches(VLLM_TESTED) and versions.speculators.matches(SPECULATORS_TESTED))
+
+
+def untested_sentence(versions: Versions) -> str:
+    return (
+        f"vLLM {versions.vllm.text} with speculators {versions.speculators.text} has not been tested "
+        f"(tested: vLLM {VLLM_TESTED}, speculators {SPECULATORS_TESTED}); every probe holds, going on"
+    )
+
+
+def advice(versions: Versions) -> str:
+    """What to do when a probe does not find what its patch set relies on."""
+    return (
+        f"vLLM {versions.vllm.text} is {'' if is_tested(versions) else 'not '}among the tested versions "
+        f"({VLLM_TESTED}). Install one of them, or report this text."
+    )

@@ -1,0 +1,1 @@
+"""The workers' side: inside each of vLLM's worker processes. Knows nothing of speculators or its generator."""
