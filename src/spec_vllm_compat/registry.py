@@ -33,6 +33,7 @@ logger = logging.getLogger("spec_vllm_compat")
 class _State:
     active: bool = False
     hooked: bool = False
+    said_off: bool = False
     installation: Any = None  # seams.Installation once the generator module is patched
     failure: CompatError | None = None
     patches: list[PatchReport] = field(default_factory=list)
@@ -56,7 +57,9 @@ def install() -> None:
             raise _state.failure
         return
     if os.environ.get(SWITCH, "").lower() in {"off", "0", "false"}:
-        logger.warning("%s=%s: spec_vllm_compat is imported but changes nothing", SWITCH, os.environ[SWITCH])
+        if not _state.said_off:
+            logger.warning("%s=%s: spec_vllm_compat is imported but changes nothing", SWITCH, os.environ[SWITCH])
+        _state.said_off = True
         return
     half = sys.modules.get(GENERATOR_MODULE)
     if half is not None and getattr(half.__spec__, "_initializing", False):  # wrapt would run the hook on it at once
@@ -114,6 +117,10 @@ class _Gate:
     """
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name == "speculators" and _is_import() and not any(
+            finder.find_spec(name, None) for finder in sys.meta_path if finder is not self
+        ):
+            raise support.no_speculators()
         if name in (GENERATOR_PACKAGE, GENERATOR_MODULE):
             versions = detect()
             too_new = support.without_generator(versions)
@@ -123,6 +130,16 @@ class _Gate:
 
 
 _GATE = _Gate()
+
+
+def _is_import() -> bool:
+    """Whether the finder is asked by an import, and not by somebody who only wants to know (``find_spec``)."""
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__") == "importlib._bootstrap":
+        if frame.f_code.co_name == "_find_and_load":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _package_imported(module: ModuleType) -> None:

@@ -19,11 +19,15 @@ def without_generator(versions: Versions) -> bool:
     return versions.speculators.matches(">=0.5") is True
 
 
+def no_speculators() -> UnsupportedVersionError:
+    return UnsupportedVersionError(f"speculators is not installed; `pip install 'speculators==0.3.0'`. {_WORKING}")
+
+
 def require(versions: Versions) -> None:
     """Raise :class:`UnsupportedVersionError` unless patch sets can help with the installed pair."""
     speculators, vllm = versions.speculators, versions.vllm
     if not speculators.present:
-        raise UnsupportedVersionError(f"speculators is not installed; `pip install 'speculators==0.3.0'`. {_WORKING}")
+        raise no_speculators()
     if without_generator(versions):
         raise UnsupportedVersionError(
             f"speculators {speculators.text} has no VllmHiddenStatesGenerator (removed in 0.5) and needs nothing from "

@@ -1,0 +1,244 @@
+"""What goes wrong without us, or on purpose: a right answer or an error, never a wrong row."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+import signal
+import threading
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.stack
+LAYERS = [1, 3, 4]
+
+
+@pytest.fixture(scope="module")
+def generator(build, small_model):
+    return build(small_model(), float32=True, layer_ids=LAYERS, max_model_len=2048)
+
+
+@pytest.fixture
+def right(generator, small_model, reference):
+    """Asserts that the generator gives right rows for a batch."""
+    from reference import FLOAT32, assert_rows
+
+    def check(prompts: list[list[int]], results: list[dict[str, Any]] | None = None) -> None:
+        results = generator.generate(prompts) if results is None else results
+        assert len(results) == len(prompts)
+        for ids, result in zip(prompts, results, strict=True):
+            assert_rows(result, ids, LAYERS, reference(small_model()), FLOAT32)
+
+    return check
+
+
+BAD_INPUT = [
+    pytest.param([], "token_ids is empty", id="empty batch"),
+    pytest.param([[5, 6], []], r"token_ids\[1\] is empty", id="empty sequence"),
+    pytest.param([[5, 6], [5, 512]], r"token_ids\[1\]\[1\] is 512: outside the vocabulary \[0, 512\)", id="past the end"),
+    pytest.param([[5, -1]], r"token_ids\[0\]\[1\] is -1", id="negative"),
+    pytest.param([[5, 2**31]], r"is 2147483648: outside", id="more than 31 bits"),
+    pytest.param([[5, 1.5]], "expected a list of integers", id="not an integer"),
+]
+
+
+@pytest.mark.parametrize(("token_ids", "said"), BAD_INPUT)
+def test_bad_input_is_refused_before_any_work(generator, batch, right, monkeypatch, token_ids, said):
+    from spec_vllm_compat import InvalidBatchError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(generator.executor, "collective_rpc", lambda *_a, **_k: pytest.fail("work was done"))
+        with pytest.raises(InvalidBatchError, match=said):
+            generator.generate(token_ids)
+    right(batch(20, 5))
+
+
+def test_bad_tensors_are_refused(generator):
+    import torch
+
+    from spec_vllm_compat import InvalidBatchError
+
+    for tensor in (torch.zeros(0, 4, dtype=torch.long), torch.zeros(4), torch.zeros(2, 0, dtype=torch.long)):
+        with pytest.raises(InvalidBatchError):
+            generator.generate(tensor)
+
+
+def test_layer_out_of_range_is_refused_before_any_work(build, small_model, monkeypatch, generator_module):
+    monkeypatch.setattr(generator_module, "MultiprocExecutor", lambda **_k: pytest.fail("work was done"))
+    for layer in (6, -1):
+        with pytest.raises(ValueError, match=f"Layer index {layer} out of bounds"):
+            build(small_model(), layer_ids=[1, layer])
+
+
+def test_a_worker_error_is_raised_and_the_next_call_is_right(generator, batch, right, monkeypatch):
+    """Upstream, the call after a failed call returns other sequences' rows."""
+    from spec_vllm_compat import ExtractionError
+    from spec_vllm_compat.driver.session import Session
+
+    steps, original = [], Session.step
+
+    def second_step_is_damaged(session: Any, executor: Any, scheduler_output: Any) -> None:
+        steps.append(scheduler_output)
+        if len(steps) == 2:
+            scheduler_output = copy.copy(scheduler_output)
+            scheduler_output.num_scheduled_tokens = {"no_such_request": 5}
+        original(session, executor, scheduler_output)
+
+    prompts = batch(*[1500] * 8)
+    with monkeypatch.context() as patch:
+        patch.setattr(Session, "step", second_step_is_damaged)
+        with pytest.raises(ExtractionError, match="worker failed in 'step': rank 0"):
+            generator.generate(prompts)
+    assert len(steps) == 2
+    right(batch(50, 7, 33, seed=1))
+    right(prompts)
+
+
+def test_an_interrupt_leaves_nothing_behind(generator, batch, right):
+    prompts = batch(*[1500] * 8)
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        for _ in range(50):
+            generator.generate(prompts)
+    timer.join()
+    assert not generator.scheduler.requests
+    assert generator.executor.session.call is None
+    right(batch(40, 9, seed=2))
+
+
+def test_no_request_is_left_in_scheduler_or_workers(generator, batch):
+    for seed in range(5):
+        generator.generate(batch(10, 20, 30, 40, seed=seed))
+    (left,) = generator.executor.collective_rpc(_requests_known)
+    assert left == []
+    assert not generator.scheduler.requests
+    assert not generator.scheduler.finished_req_ids
+    pool = generator.scheduler.kv_cache_manager.block_pool
+    assert pool.get_num_free_blocks() == generator.scheduler.kv_cache_config.num_blocks - 1
+
+
+def _requests_known(worker: Any) -> list[str]:
+    return sorted({*worker.model_runner.requests, *worker.model_runner.input_batch.req_id_to_index})
+
+
+def test_device_memory_for_rows_is_one_step(generator, batch):
+    generator.generate(batch(*[1500] * 8))
+    (shape,) = generator.executor.collective_rpc(_buffer_shape)
+    assert shape == (len(LAYERS), 8192, 128)
+
+
+def _buffer_shape(worker: Any) -> tuple[int, ...]:
+    return tuple(worker._spec_vllm_compat._buffer.shape)
+
+
+# --- tests of the tests: each damage must be noticed -----------------------------------------------------------------
+
+
+def _shift_a_row(step: Any) -> Any:
+    rows, peaks = step.rows.copy(), step.peaks.copy()
+    rows[:, 3:5], peaks[:, 3:5] = rows[:, 2:4].copy(), peaks[:, 2:4].copy()
+    return dataclasses.replace(step, rows=rows, peaks=peaks)
+
+
+def _swap_requests(step: Any) -> Any:
+    first, second, *rest = step.chunks
+    return dataclasses.replace(step, chunks=(second, first, *rest))
+
+
+def _swap_rows_of_requests(step: Any) -> Any:
+    first, second, *rest = step.chunks
+    assert first.rows == second.rows
+    order = [*range(first.rows, 2 * first.rows), *range(first.rows), *range(2 * first.rows, step.rows.shape[1])]
+    return dataclasses.replace(step, rows=step.rows[:, order].copy(), peaks=step.peaks[:, order].copy())
+
+
+def _drop_a_chunk(step: Any) -> Any:
+    keep = step.chunks[0].rows
+    return dataclasses.replace(
+        step,
+        chunks=step.chunks[:1],
+        rows=step.rows[:, :keep].copy(),
+        peaks=step.peaks[:, :keep],
+        token_ids=step.token_ids[:keep],
+        positions=step.positions[:keep],
+    )
+
+
+def _next_layer(step: Any) -> Any:
+    import numpy as np
+
+    return dataclasses.replace(step, rows=np.roll(step.rows, 1, axis=0), peaks=np.roll(step.peaks, 1, axis=0))
+
+
+def _nan(step: Any) -> Any:
+    peaks = step.peaks.copy()
+    peaks[1, 2] = float("nan")
+    return dataclasses.replace(step, peaks=peaks)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [_shift_a_row, _swap_requests, _swap_rows_of_requests, _drop_a_chunk, _next_layer, _nan],
+    ids=lambda damage: damage.__name__.strip("_"),
+)
+def test_damaged_rows_are_noticed(generator, batch, right, monkeypatch, damage):
+    from spec_vllm_compat import ExtractionError
+    from spec_vllm_compat.driver.call import Call
+
+    write = Call.write
+    monkeypatch.setattr(Call, "write", lambda call, step: write(call, damage(step) if step.chunks else step))
+    with pytest.raises((ExtractionError, AssertionError)):
+        right(batch(30, 30, 12))
+
+
+def test_the_layer_above_is_noticed(generator, batch, right):
+    session = generator.executor.session
+    session.ask(generator.executor, "capture", tuple(layer + 1 for layer in LAYERS))
+    try:
+        with pytest.raises(AssertionError, match="layer 1: worst row off by"):
+            right(batch(30, 12))
+    finally:
+        session.ask(generator.executor, "capture", tuple(LAYERS))
+    right(batch(30, 12))
+
+
+def test_the_repair_of_the_truth_value_alone_is_noticed(generator, batch, right, monkeypatch):
+    """With the bare reply, element 0 is the first layer, and its rows pass for layers: wrong, and without an error."""
+    from spec_vllm_compat import ExtractionError
+
+    class TruthValue(list):
+        """What a repaired `if not aux_hidden_states` would let through: rows of one layer."""
+
+    decode = type(generator.executor).decode_reply
+
+    def rows_as_layers(executor: Any, method: str, value: Any) -> Any:
+        value = decode(executor, method, value)
+        return TruthValue(value[0]) if isinstance(value, list) else value
+
+    monkeypatch.setattr(type(generator.executor), "decode_reply", rows_as_layers)
+    with pytest.raises(ExtractionError, match="3 layers asked for, 30 returned|expected 30 rows"):
+        right(batch(30))
+
+
+def test_a_small_kv_cache_gives_right_rows_or_an_error(build, small_model, generator_module, batch, reference, monkeypatch):
+    from reference import FLOAT32, assert_rows
+
+    from spec_vllm_compat import InvalidBatchError
+
+    plan = generator_module.get_kv_cache_config_from_groups
+    blocks = 40 * 16 * 6 * 2 * 2 * 32 * 4  # 40 blocks of 16 tokens, 6 layers, K and V, 2 heads of 32 float32 values
+    monkeypatch.setattr(
+        generator_module, "get_kv_cache_config_from_groups", lambda **kw: plan(**{**kw, "available_memory": blocks})
+    )
+    generator = build(small_model(), float32=True, layer_ids=LAYERS, max_model_len=1024)
+    assert generator.scheduler.kv_cache_config.num_blocks == 40
+    prompts = batch(300, 299, 10, 500, 301, 40, 39, 38)
+    for ids, result in zip(prompts, generator.generate(prompts), strict=True):
+        assert_rows(result, ids, LAYERS, reference(small_model()), FLOAT32)
+    with pytest.raises(InvalidBatchError, match=r"a prompt of 700 tokens needs 44 KV cache blocks; the cache has 39"):
+        generator.generate(batch(10, 700))
+    for ids, result in zip(prompts, generator.generate(prompts), strict=True):
+        assert_rows(result, ids, LAYERS, reference(small_model()), FLOAT32)
