@@ -145,6 +145,11 @@ def _keeps_rows(worker: Any) -> bool:
     return worker._spec_vllm_compat._buffer is not None
 
 
+def _generate_for_ever(generator: Any, prompts: list[list[int]]) -> None:
+    while True:
+        generator.generate(prompts)
+
+
 def _kill_a_rank_in_the_middle(generator: Any, batch: Any) -> None:
     from spec_vllm_compat import CompatError, ExtractionError
 
@@ -152,9 +157,8 @@ def _kill_a_rank_in_the_middle(generator: Any, batch: Any) -> None:
     threading.Timer(0.5, processes[1].kill).start()
     long = batch(*[2000] * 60)
     with pytest.raises(ExtractionError, match=r"worker processes of ranks \[1\] have ended in 'step'"):
-        while True:
-            generator.generate(long)
-    with pytest.raises(CompatError, match="cannot be used any more.*Build a new one"):
+        _generate_for_ever(generator, long)
+    with pytest.raises(CompatError, match=r"cannot be used any more.*Build a new one"):
         generator.generate(long)
     generator.executor.shutdown()
     assert not [process for process in processes if process.is_alive()]
