@@ -79,7 +79,7 @@ class Example:
 def tokens(seed: int, length: int) -> list[int]:
     """Random ids from 3 on (1 is padding) of which no two neighbours are equal.
 
-    Rows of a constant sequence cannot be told from shifted ones. Rows of padding alone are zero and refused by the guard.
+    Rows of a constant sequence cannot be told from shifted ones; rows of padding alone are zero and refused.
     """
     rng, ids, size = random.Random(seed), [0], 512 - 3
     for _ in range(length):

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.stack
 TOP = 20  # log-probabilities a position, besides that of the token that follows
 
 #: Largest difference of a log-probability in nats, float32 against float32. Measured on vLLM 0.16.0: see
-#: docs/evidence.md; rounding alone, below 1e-4. The layer before, a shifted row or one wrong row are off by more than 1.
+#: docs/evidence.md; rounding alone, below 1e-4. The layer before, shifted rows or one wrong row are off by more than 1.
 NATS = 1e-3
 
 #: A fresh interpreter without us: nothing of this library is loaded when vLLM judges.
@@ -30,7 +30,7 @@ def main():
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=top)
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
     assert "spec_vllm_compat.seams" not in sys.modules
-    rows = [[{token: value.logprob for token, value in (row or {}).items()} for row in o.prompt_logprobs] for o in outputs]
+    rows = [[{k: v.logprob for k, v in (row or {}).items()} for row in o.prompt_logprobs] for o in outputs]
     json.dump(rows, open(out, "w"))
 
 if __name__ == "__main__":
@@ -85,7 +85,7 @@ class Case:
             # Row i predicts token i + 1; vLLM lists predictions with the token they predict.
             for found, expected in zip(torch.log_softmax(logits, dim=-1)[:-1], judged[1:], strict=True):
                 assert len(expected) >= TOP
-                worst = max(worst, max(abs(float(found[int(token)]) - value) for token, value in expected.items()))
+                worst = max([worst, *(abs(float(found[int(token)]) - value) for token, value in expected.items())])
                 agree += int(found.argmax()) == int(max(expected, key=expected.get))
                 count += 1
         assert count == sum(len(prompt) - 1 for prompt in self.prompts)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from spec_vllm_compat.driver import nonfinite
 from spec_vllm_compat.errors import ExtractionError, InvalidBatchError
 from spec_vllm_compat.protocol import Step
+
+logger = logging.getLogger("spec_vllm_compat")
 
 
 class Call:
@@ -27,6 +31,7 @@ class Call:
         self.prompts = prompts
         self.layer_ids = tuple(layer_ids)
         self._hidden_size, self._dtype = hidden_size, dtype
+        self._nonfinite_allowed = nonfinite.allowed()
         self._offsets = [0]
         for prompt in prompts:
             self._offsets.append(self._offsets[-1] + len(prompt))
@@ -102,9 +107,11 @@ class Call:
         bad = ~torch.isfinite(peaks)
         if bad.any():
             layer, row = (int(index) for index in bad.nonzero()[0])
-            raise ExtractionError(
-                f"request {request_id}: layer {self.layer_ids[layer]}, row {start + row} holds NaN or infinite values"
-            )
+            where = f"request {request_id}: layer {self.layer_ids[layer]}, row {start + row}"
+            text = f"{where} holds NaN or infinite values"
+            if not self._nonfinite_allowed:
+                raise ExtractionError(f"{text}. {nonfinite.ADVICE}")
+            logger.warning("%s; %d of %d rows of this step and request do", text, int(bad.any(0).sum()), bad.shape[1])
 
     def complete(self) -> None:
         """Raise :class:`ExtractionError` unless every row of every request has come."""
@@ -153,12 +160,12 @@ class Call:
                     )
                 peaks = self._peaks[self.layer_ids.index(layer)]
                 ends = rows[:: max(1, len(prompt) - 1)][[0, -1]].float().abs().amax(dim=-1)
-                if ends.tolist() != [float(peaks[first]), float(peaks[last])]:
+                if not torch.allclose(ends, peaks[[first, last]], rtol=0, atol=0, equal_nan=True):
                     raise ExtractionError(
                         f"{name}, layer {layer}: first or last row is not the one that the model computed"
                     )
                 if not peaks[first : last + 1].any():
-                    raise ExtractionError(f"{name}, layer {layer}: every value is zero")
+                    raise ExtractionError(f"{name}, layer {layer}: every value is zero (is it padding alone?)")
 
 
 def prompts_of(token_ids: Any, max_length: int, vocab_size: int) -> list[list[int]]:

@@ -89,7 +89,7 @@ class Capture:
         if not self._keep or self._buffer is None:
             return Step(chunks, layer_calls=calls)
         rows = self._buffer[:, : self._rows]
-        peaks = torch.linalg.vector_norm(rows, ord=float("inf"), dim=-1).float()
+        peaks = row_peaks(rows)
         return Step(
             chunks,
             rows=rows.cpu().contiguous().view(torch.uint8).numpy(),
@@ -105,6 +105,11 @@ class Capture:
         if value is None or value.dim() != 1:
             return None
         return value[: self._rows].to("cpu", torch.int64).numpy()
+
+
+def row_peaks(rows: torch.Tensor) -> torch.Tensor:
+    """Largest magnitude of each row ``[..., hidden_size]``, float32 on the same device; NaN where a row holds one."""
+    return torch.linalg.vector_norm(rows, ord=float("inf"), dim=-1).float()
 
 
 def finish_two_phase(worker: Any) -> None:
