@@ -128,10 +128,10 @@ def layer_twice(bench: Bench) -> dict[str, Any]:
 
 
 def after_failure(bench: Bench) -> dict[str, Any]:
-    """The call after a failed call (a token id outside of the vocabulary)"""
+    """The call after a failed call (20 x 900 tokens, an id outside of the vocabulary in the first)"""
     bench.start()
-    bad = bench.prompts(20, 30)
-    bad[1][3] = 600
+    bad = bench.prompts(*[900] * 20)
+    bad[0][3] = 600
     return {"failed_call": _raises(bench, bad), **bench.judge(bench.prompts(25, 12, 40))}
 
 
