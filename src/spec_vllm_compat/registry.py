@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 import wrapt
@@ -116,9 +116,11 @@ class _Gate:
     A post-import hook would come too late: the module's own imports fail first, with a message about some name in vLLM.
     """
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name == "speculators" and _is_import() and not any(
-            finder.find_spec(name, None) for finder in sys.meta_path if finder is not self
+    def find_spec(self, name: str, _path: Any = None, _target: Any = None) -> ModuleSpec | None:
+        if (
+            name == "speculators"
+            and _is_import()
+            and not any(finder.find_spec(name, None) for finder in sys.meta_path if finder is not self)
         ):
             raise support.no_speculators()
         if name in (GENERATOR_PACKAGE, GENERATOR_MODULE):
@@ -134,7 +136,7 @@ _GATE = _Gate()
 
 def _is_import() -> bool:
     """Whether the finder is asked by an import, and not by somebody who only wants to know (``find_spec``)."""
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__") == "importlib._bootstrap":
         if frame.f_code.co_name == "_find_and_load":
             return True

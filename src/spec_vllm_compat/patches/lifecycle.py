@@ -7,7 +7,7 @@ from typing import Any
 from spec_vllm_compat.driver.call import Call, prompts_of
 from spec_vllm_compat.errors import CompatError
 from spec_vllm_compat.records import Kind, Record
-from spec_vllm_compat.seams import Change, Members, PatchSet, Probe, Target, Wrap
+from spec_vllm_compat.seams import Change, Members, Mixin, PatchSet, Probe, Target, Wrap
 
 RECORD = Record(
     id="lifecycle",
@@ -27,14 +27,14 @@ RECORD = Record(
 )
 
 
-class Shutdown:
+class Shutdown(Mixin):
     """Ends the workers once; speculators, vLLM and the interpreter's exit each ask for it."""
 
     def shutdown(self) -> None:
         if vars(self).get("_spec_vllm_compat_ended"):
             return
         self._spec_vllm_compat_ended = True
-        super().shutdown()  # type: ignore[misc]
+        super().shutdown()
         finalizer = getattr(self, "_finalizer", None)
         if finalizer is not None:  # it holds a reference to this executor until the interpreter exits
             finalizer.detach()
@@ -71,7 +71,8 @@ def _generate(wrapped: Any, generator: Any, args: tuple[Any, ...], kwargs: dict[
     model = generator.vllm_config.model_config
     prompts = prompts_of(token_ids_of(*args, **kwargs), model.max_model_len - 1, model.get_vocab_size())
     text = model.hf_text_config
-    session.call = Call(prompts, session.capturing.layer_ids, text.hidden_size, model.dtype)
+    layers = session.capturing.layer_ids
+    session.call = Call(prompts, layers, text.hidden_size, model.dtype, session.pool, session.shared)
     try:
         results = wrapped(prompts)
         session.call.check(results, session.asked)
