@@ -30,22 +30,22 @@ import torch
 from speculators.data_generation import vllm_hidden_states_generator as module
 
 SHAPES = {
-    "llama-8b": dict(
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        vocab_size=128256,
-    ),
-    "llama-135m": dict(
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        vocab_size=49152,
-    ),
+    "llama-8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+    },
+    "llama-135m": {
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "vocab_size": 49152,
+    },
 }
 
 
@@ -142,7 +142,9 @@ def main() -> None:
     tokens = options.sequences * options.length
     with tempfile.TemporaryDirectory() as folder:
         begin = time.perf_counter()
-        gen = generator(checkpoint(options.shape, Path(folder)), options.layers, options.length, options.tp, options.utilization)
+        gen = generator(
+            checkpoint(options.shape, Path(folder)), options.layers, options.length, options.tp, options.utilization
+        )
         start = time.perf_counter() - begin
         sides = ["prefill", "generate", *(["save"] if options.save else [])]
         if options.save:

@@ -65,17 +65,19 @@ def test_memory_is_used_again_once_nobody_holds_it(generator, batch):
     gc.collect()
     assert generator.generate(prompts)[0]["hidden_states"][0].data_ptr() != address, "a view still holds it"
     del one_row
-    held = [generator.generate(prompts) for _ in range(8)]
+    held = [generator.generate(prompts) for _ in range(5)]
     del held
     gc.collect()
-    assert len(generator.executor.session.pool._free) <= buffers.SPARE
-    generator.generate(prompts)
+    assert len(generator.executor.session.pool._free) >= 5
+    for _ in range(buffers.IDLE_CALLS + 2):
+        generator.generate(prompts)
+    assert len(generator.executor.session.pool._free) <= 1
     (mapped,) = generator.executor.collective_rpc(_mapped)
-    assert mapped <= buffers.SPARE + 1
+    assert mapped <= 2
 
 
 def _mapped(worker) -> int:
-    return len(worker._spec_vllm_compat._sink._mapped)
+    return len(worker._spec_vllm_compat.sink._mapped)
 
 
 def test_a_saved_sample_is_as_large_as_its_rows(generator, batch):

@@ -16,9 +16,9 @@ import numpy as np
 
 from spec_vllm_compat.protocol import Segment
 
-#: Buffers kept although nobody uses them. One is enough where results are dropped before the next call; a second serves
-#: scripts that save one batch while the next one runs.
-SPARE = 2
+#: A buffer that this many calls in a row did not need is freed. Scripts that save some batches while the next one runs have
+#: several in use, and come back for each of them within a few calls.
+IDLE_CALLS = 8
 _numbers = itertools.count()
 
 
@@ -27,6 +27,7 @@ class Buffer:
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self.idle = 0  # calls since it was free
         self._descriptor: int | None = None
         number = next(_numbers)
         if hasattr(os, "memfd_create"):
@@ -56,27 +57,31 @@ class BufferPool:
         self._free: list[Buffer] = []
         self.retired: list[Segment] = []  # closed here; the worker has yet to be told
 
-    def take(self, size: int) -> tuple[Buffer, Any, bool]:
-        """A buffer of at least ``size`` bytes, an array over it, and whether it is new.
+    def take(self, size: int) -> tuple[Buffer, Any]:
+        """A buffer of at least ``size`` bytes, and an array over it.
 
         The buffer comes back by itself when the array and everything made from it are gone.
         """
         fitting = sorted((b for b in self._free if b.size >= size), key=lambda b: b.size)
-        new = not fitting
         if fitting:
             buffer = fitting[0]
             self._free.remove(buffer)
+            buffer.idle = 0
         else:
             buffer = Buffer(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
+        self._retire()
         array = buffer.array()
         weakref.finalize(array, self._give_back, buffer)
-        return buffer, array, new
+        return buffer, array
 
     def _give_back(self, buffer: Buffer) -> None:
         self._free.append(buffer)
-        while len(self._free) > SPARE:
-            smallest = min(self._free, key=lambda b: b.size)
-            self._free.remove(smallest)
-            smallest.close()
-            if smallest.segment is not None:
-                self.retired.append(smallest.segment)
+
+    def _retire(self) -> None:
+        for buffer in list(self._free):
+            buffer.idle += 1
+            if buffer.idle > IDLE_CALLS:
+                self._free.remove(buffer)
+                buffer.close()
+                if buffer.segment is not None:
+                    self.retired.append(buffer.segment)

@@ -54,10 +54,8 @@ class Call:
         self._given = False
         name = str(dtype).removeprefix("torch.")
         sizes = (self.before[-1], len(self.layer_ids), hidden_size, name, dtype.itemsize)
-        buffer, self._bytes, new = pool.take(Layout(None, {}, *sizes).size)
+        buffer, self._bytes = pool.take(Layout(None, {}, *sizes).size)
         self.segment: Segment | None = buffer.segment if shared else None
-        #: The segment, if a worker has not seen it yet.
-        self.unknown_segment: Segment | None = self.segment if new else None
         self._layout = Layout(self.segment, {}, *sizes)
 
     def register(self, request_id: str, token_ids: Sequence[int]) -> None:

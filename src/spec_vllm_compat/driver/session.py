@@ -35,6 +35,7 @@ class Session:
         self.call: Call | None = None
         self.pool = BufferPool()
         self.shared = True
+        self._attached: set[int] = set()
         self.broken: str | None = None
 
     def ask(self, executor: Any, request: str, *args: Any) -> list[Any]:
@@ -88,10 +89,15 @@ class Session:
     def _layout(self, executor: Any) -> Layout | None:
         """The call's layout if the workers do not have it yet, its memory made known to the one that captures."""
         assert self.call is not None
-        segment, self.call.unknown_segment = self.call.unknown_segment, None
+        segment = self.call.segment if self.shared else None
         retired, self.pool.retired = self.pool.retired, []
+        if segment is not None and segment.number in self._attached:
+            segment = None
         if segment is not None or retired:
             reason = self.ask(executor, "attach", segment, tuple(retired))[0]
+            self._attached -= {old.number for old in retired}
+            if segment is not None and not reason:
+                self._attached.add(segment.number)
             if reason:
                 logger.warning("rows travel through vLLM's message queue, which is slow: %s", reason)
                 self.shared = False

@@ -22,10 +22,11 @@ class Capture:
     Args:
         worker: vLLM's worker, its model loaded.
         layer_ids: decoder layers to capture, ascending.
+        sink: the driver's memory, as far as this worker has mapped it.
         keep: whether this rank keeps rows; all tensor parallel ranks compute the same, so only rank 0 does.
     """
 
-    def __init__(self, worker: Any, layer_ids: Sequence[int], keep: bool) -> None:
+    def __init__(self, worker: Any, layer_ids: Sequence[int], sink: Sink, keep: bool) -> None:
         self._runner = worker.model_runner
         config = worker.vllm_config
         self._capacity = config.scheduler_config.max_num_batched_tokens
@@ -41,22 +42,22 @@ class Capture:
             layers[layer].register_forward_hook(partial(self._on_layer, index)) for index, layer in enumerate(layer_ids)
         ]
         self._handles.append(model.register_forward_pre_hook(self._on_model, with_kwargs=True))
-        device = next(model.parameters()).device
-        self._sink = Sink(device)
-        self._copies = _Copies() if device.type == "cuda" else None
+        self.sink = sink
+        self._copies = _Copies() if sink.cuda else None
         self.capturing = Capturing(container, tuple(layer_ids))
 
-    def remove(self) -> None:
+    def remove(self) -> Sink:
+        """Take the hooks off; returns the sink for the next capture."""
         self.finish()
-        self._sink.close()
         for handle in self._handles:
             handle.remove()
+        return self.sink
 
     def attach(self, segment: Segment | None, retired: Sequence[Segment]) -> str:
         """Map the driver's memory; returns why it cannot be, or an empty string."""
         for old in retired:
-            self._sink.detach(old)
-        return self._sink.attach(segment) if self._keep and segment is not None else ""
+            self.sink.detach(old)
+        return self.sink.attach(segment) if self._keep and segment is not None else ""
 
     def finish(self) -> None:
         """Wait until every row is where it belongs."""
@@ -136,7 +137,7 @@ class Capture:
                 *(None if values is None else values.cpu().numpy() for values in (token_ids, positions)),
             )
         else:
-            pairs = _places(self._sink.memory(layout.segment), layout, chunks, rows, peaks, token_ids, positions)
+            pairs = _places(self.sink.memory(layout.segment), layout, chunks, rows, peaks, token_ids, positions)
             if self._copies is None:
                 for there, here in pairs:
                     there.copy_(here)

@@ -8,6 +8,7 @@ from typing import Any
 from spec_vllm_compat._version import __version__
 from spec_vllm_compat.protocol import Answer, Capturing, Identity, Layout, Segment, Step
 from spec_vllm_compat.worker.capture import Capture
+from spec_vllm_compat.worker.sink import Sink
 
 #: Patch sets whose code runs here. The driver compares this with its own list.
 PATCH_SETS = ("forward_hooks", "two_phase")
@@ -67,10 +68,9 @@ def _identify(worker: Any) -> Identity:
 def _capture(worker: Any, layer_ids: tuple[int, ...]) -> Capturing:
     from vllm.distributed import get_tp_group
 
-    before = vars(worker).pop("_spec_vllm_compat", None)
-    if before is not None:
-        before.remove()
-    capture = Capture(worker, layer_ids, keep=get_tp_group().rank_in_group == 0)
+    before: Capture | None = vars(worker).pop("_spec_vllm_compat", None)
+    sink = before.remove() if before is not None else Sink(worker.model_runner.device)
+    capture = Capture(worker, layer_ids, sink, keep=get_tp_group().rank_in_group == 0)
     worker._spec_vllm_compat = capture
     return capture.capturing
 

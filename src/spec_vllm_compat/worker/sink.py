@@ -14,7 +14,7 @@ class Sink:
     """Maps the driver's segments; on CUDA also registers them, so that copies into them run beside the model."""
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+        self.cuda = device.type == "cuda"
         self._mapped: dict[int, torch.Tensor] = {}
 
     def attach(self, segment: Segment) -> str:
@@ -30,7 +30,7 @@ class Sink:
         except OSError as error:
             return f"the worker cannot map the driver's memory: {error}"
         tensor = torch.frombuffer(memory, dtype=torch.uint8)
-        if self._cuda:
+        if self.cuda:
             status = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), segment.size, 0))
             if status != 0:
                 return f"cudaHostRegister of {segment.size} bytes failed with error {status} (see `ulimit -l`)"
@@ -39,13 +39,9 @@ class Sink:
 
     def detach(self, segment: Segment) -> None:
         tensor = self._mapped.pop(segment.number, None)
-        if tensor is not None and self._cuda:
+        if tensor is not None and self.cuda:
             torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
 
     def memory(self, segment: Segment) -> torch.Tensor:
         """The bytes of an attached segment, uint8 ``[size]``."""
         return self._mapped[segment.number]
-
-    def close(self) -> None:
-        for number in list(self._mapped):
-            self.detach(Segment(number, "", 0))
