@@ -66,10 +66,19 @@ class Bench:
         self.generator: Any = None
         self.rng = random.Random(0)
 
-    def start(self, layers: list[int] = LAYERS, kv_blocks: int | None = None, max_model_len: int = 1024) -> None:
+    def start(
+        self,
+        layers: list[int] = LAYERS,
+        kv_blocks: int | None = None,
+        step: int | None = None,
+        max_model_len: int = 1024,
+    ) -> None:
         module, layer_count = self.module, 6
         model_config, plan = module.ModelConfig, module.get_kv_cache_config_from_groups
+        scheduler_config = module.SchedulerConfig
         module.ModelConfig = lambda **kw: model_config(**{**kw, "dtype": "float32"})
+        if step is not None:
+            module.SchedulerConfig = lambda **kw: scheduler_config(**{**kw, "max_num_batched_tokens": step})
         if kv_blocks is not None:
             memory = kv_blocks * 16 * layer_count * 2 * 2 * 32 * 4  # K and V, 2 heads of 32 float32 values
             module.get_kv_cache_config_from_groups = lambda **kw: plan(**{**kw, "available_memory": memory})
@@ -113,6 +122,12 @@ def small_cache(bench: Bench) -> dict[str, Any]:
     """KV cache smaller than the batch: 39 blocks of 16 tokens, 8 sequences of 38 to 500 tokens"""
     bench.start(kv_blocks=40)
     return bench.judge(bench.prompts(300, 299, 10, 500, 301, 40, 39, 38))
+
+
+def small_cache_small_steps(bench: Bench) -> dict[str, Any]:
+    """KV cache smaller than the batch, 64 tokens in a step: 39 blocks of 16 tokens, sequences of 300 and 500 tokens"""
+    bench.start(kv_blocks=40, step=64)
+    return bench.judge(bench.prompts(300, 500))
 
 
 def layer_order(bench: Bench) -> dict[str, Any]:
@@ -160,7 +175,17 @@ def _known(worker: Any) -> int:
 
 FAULTS: dict[str, Callable[[Bench], dict[str, Any]]] = {
     function.__name__: function
-    for function in (chunked, order, many, small_cache, layer_order, layer_twice, after_failure, left_behind)
+    for function in (
+        chunked,
+        order,
+        many,
+        small_cache,
+        small_cache_small_steps,
+        layer_order,
+        layer_twice,
+        after_failure,
+        left_behind,
+    )
 }
 
 
