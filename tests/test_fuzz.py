@@ -129,6 +129,7 @@ class Fuzz:
     def __init__(self, stepping: Any, alone: Any, reference: Any) -> None:
         self.stepping, self.totals = stepping, Totals()
         self._alone, self._reference = alone, reference
+        self._started = time.perf_counter()
         self._known: dict[tuple[int, ...], tuple[dict[str, Any], dict[int, Any]]] = {}
         preempt = stepping.scheduler._preempt_request
 
@@ -190,6 +191,9 @@ class Fuzz:
             totals.sequences += 1
             totals.tokens += len(ids)
             totals.longest = max(totals.longest, len(ids))
+        totals.seconds = round(time.perf_counter() - self._started, 1)
+        if "SPEC_VLLM_COMPAT_FUZZ_JSON" in os.environ:  # after every call: a long run may be stopped
+            Path(os.environ["SPEC_VLLM_COMPAT_FUZZ_JSON"]).write_text(json.dumps(asdict(totals), indent=1) + "\n")
 
 
 @pytest.fixture(scope="module")
@@ -216,13 +220,9 @@ def fuzz(build, small_model, reference, generator_module) -> Iterator[Fuzz]:
     assert stepping.scheduler.kv_cache_config.num_blocks == BLOCKS
     assert stepping.scheduler.max_num_scheduled_tokens == STEP
     made = Fuzz(stepping, alone, reference(small_model()))
-    started = time.perf_counter()
     yield made
     torch.set_num_threads(threads)
-    made.totals.seconds = round(time.perf_counter() - started, 1)
     print(f"\nfuzz: {made.totals}")
-    if "SPEC_VLLM_COMPAT_FUZZ_JSON" in os.environ:
-        Path(os.environ["SPEC_VLLM_COMPAT_FUZZ_JSON"]).write_text(json.dumps(asdict(made.totals), indent=1) + "\n")
 
 
 # Examples are large and slow on purpose.
