@@ -119,10 +119,10 @@ def plot(result: dict[str, Any], path: Path) -> None:
     )
     for process in ("driver", "worker"):
         memory.plot(calls, [sample[f"{process}_mib"] for sample in samples], marker=".", label=process)
-    memory.set_ylim(bottom=0)
+    memory.set_ylim(0, 1.2 * max(sample[f"{process}_mib"] for sample in samples for process in ("driver", "worker")))
     memory.set_ylabel("resident memory, MiB")
     versions = ", ".join(version.split(" [")[0] for version in result["versions"])
-    memory.set_title(f"{result['calls']} calls of 4 sequences: {versions}")
+    memory.set_title(f"{result['calls']} calls of 4 sequences: {versions}", fontsize=9)
     memory.legend()
     requests.plot(calls, [sample["requests_in_worker"] for sample in samples], marker=".", color="tab:red")
     requests.set_ylim(-1, 10)
