@@ -122,6 +122,8 @@ def extract(options: Options, build: Callable[..., Any] | None = None) -> int:
         tokenize=prepared_data.tokenizer_of(options.model_path, limit),
     )
     _say_bad_lines(options, prepared)
+    if prepared.cut:
+        click.echo(f"{prepared.cut} of {len(prepared.samples)} samples are longer than {limit} tokens and are cut")
     if not prepared.samples:
         raise CompatError("no usable sample is left")
     from spec_vllm_compat.cli.store import locked
@@ -135,10 +137,7 @@ def extract(options: Options, build: Callable[..., Any] | None = None) -> int:
 
 def _limit(options: Options, target: TargetModel) -> int:
     """Longest sample. vLLM wants room for one more token, which speculators takes from the sample; we add it instead."""
-    limit = min(options.max_seq_len, (target.max_length or sys.maxsize) - 1)
-    if limit < options.max_seq_len:
-        click.echo(f"samples are cut to {limit} tokens: the model takes {target.max_length}, one is for the sampled token")
-    return limit
+    return min(options.max_seq_len, (target.max_length or sys.maxsize) - 1)
 
 
 def _say_bad_lines(options: Options, prepared: Prepared) -> None:

@@ -284,9 +284,11 @@ class Verification:
             total = max(self.found) + 1
             batch = next((b for b in range(11, 513) if all(string_order(b, total, n) == p for n, p in moved.items())), None)
             if batch:
-                self.problem("fault: string order", f"samples stand in the string order of their request ids, in batches of "
-                                                    f"{batch} (speculators 0.4): {pairs}. Their masks belong to other "
-                                                    "samples. Extract all of it again.")  # fmt: skip
+                self.problems["fault: string order"] = Problem(
+                    "fault: string order",
+                    f"samples stand in the string order of their request ids, in batches of {batch} (speculators 0.4): "
+                    f"{pairs}. Their masks belong to other samples. Extract all of it again.",
+                )
             else:
                 self.problem("moved", f"samples stand in other places than in the data: {pairs}")
         if not {"ids", "mask"} & set(self.problems):
