@@ -9,15 +9,12 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from spec_vllm_compat.cli.progress import Progress, human
 from spec_vllm_compat.errors import CompatError
-
-if TYPE_CHECKING:
-    import torch
 
 SHOWN = 5  # examples of one problem
 
@@ -295,37 +292,23 @@ class Verification:
             self.notes.append(f"tokens and masks are those of {path}, in their places")
 
     def against_transformers(self, model_path: str, count: int, tolerance: float) -> None:
-        """Recompute the rows of some samples, one at a time, in float32.
-
-        In bfloat16 a few rows of a real model differ by a fifth, with any engine. So Transformers itself is run in the
-        dtype of the samples too, and a row may be off by twice what its worst row is.
-        """
+        """Recompute the rows of some samples, one at a time."""
         import torch
+
+        from spec_vllm_compat.cli.compare import compare
 
         if self.layer_ids is None:
             raise CompatError(f"{self.root}: expected layer ids in data_config.json or a manifest; found none")
-        usable = [s for s in self.found.values() if not s.problems]
+        usable = [summary for summary in self.found.values() if not summary.problems]
         chosen = usable[:: max(1, len(usable) // count)][:count]
         if not chosen:
             raise CompatError(f"{self.root}: expected at least one sound sample to recompute; found none")
-        loaded = [torch.load(s.path, map_location="cpu", weights_only=True) for s in chosen]
-        reference = TransformersReference(model_path)
-        exact = [reference(sample["input_ids"], set(self.layer_ids)) for sample in loaded]
-        reference.model.to(loaded[0]["hidden_states"][0].dtype)
-        rounded = [reference(sample["input_ids"], set(self.layer_ids)) for sample in loaded]
-        worst = noise = 0.0
-        for summary, sample, want, low in zip(chosen, loaded, exact, rounded, strict=True):
-            for layer, rows in zip(self.layer_ids, sample["hidden_states"], strict=True):
-                own = row_error(low[layer], want[layer])
-                error, allowed = row_error(rows, want[layer]), max(tolerance, 2 * own)
-                worst, noise = max(worst, error), max(noise, own)
-                if error > allowed:
-                    others = [other for other in want if row_error(rows, want[other]) <= allowed and other != layer]
-                    what = f"holds layer {others[0]}: layers in another order" if others else f"worst row off by {error:.2f}"
-                    self.problem("numbers", "rows are not those of the model", f"data_{summary.number}: layer {layer} {what}")
+        samples = [torch.load(summary.path, map_location="cpu", weights_only=True) for summary in chosen]
+        found = compare(model_path, samples, self.layer_ids, tolerance)
+        for index, text in found.wrong:
+            self.problem("numbers", "rows are not those of the model", f"data_{chosen[index].number}: {text}")
         numbers = ", ".join(str(summary.number) for summary in chosen)
-        self.notes.append(f"recomputed with Transformers in float32: samples {numbers}; worst relative error of a row "
-                          f"{worst:.2g} (Transformers itself in the samples' dtype: {noise:.2g})")  # fmt: skip
+        self.notes.append(f"recomputed with Transformers: samples {numbers}; {found.sentence}")
 
     # -- the result ------------------------------------------------------------------------------------------------
 
@@ -390,41 +373,6 @@ def string_order_batch(lengths: Sequence[tuple[int, int, int]]) -> int | None:
         if all(number not in true or masks[number] == min(true[number], tokens[number]) for number in masks):
             return batch
     return None
-
-
-class TransformersReference:
-    """Outputs of decoder blocks by Transformers, in float32, one sequence at a time."""
-
-    def __init__(self, model_path: str) -> None:
-        import torch
-        from transformers import AutoModelForCausalLM
-
-        self._torch = torch
-        self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
-        self._seen: dict[int, torch.Tensor] = {}
-        count = self.model.config.get_text_config().num_hidden_layers
-        from spec_vllm_compat.worker.layers import find_decoder_layers
-
-        _, layers = find_decoder_layers(self.model, count)
-        for index, layer in enumerate(layers):
-            layer.register_forward_hook(lambda _module, _args, output, index=index: self._keep(index, output))
-
-    def _keep(self, index: int, output: Any) -> None:
-        rows = output[0] if isinstance(output, tuple) else output
-        self._seen[index] = rows.reshape(-1, rows.shape[-1]).clone()
-
-    def __call__(self, ids: torch.Tensor, layers: set[int]) -> dict[int, torch.Tensor]:
-        self._seen.clear()
-        with self._torch.no_grad():
-            self.model(ids[None], use_cache=False)
-        return {layer: rows for layer, rows in self._seen.items() if layer in layers}
-
-
-def row_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Worst relative L2 error of a row."""
-    if got.shape != want.shape:
-        return float("inf")
-    return float(((got.float() - want).norm(dim=-1) / want.norm(dim=-1).clamp_min(1e-6)).max())
 
 
 def _ids_hash(ids: Sequence[int]) -> str:
