@@ -29,7 +29,9 @@ def rows(ids: Sequence[int], layer: int, dtype: torch.dtype = torch.bfloat16) ->
 class Generator:
     """What ``extract`` needs of speculators' generator, and ways to fail."""
 
-    def __init__(self, layer_ids: list[int], *, delay: float = 0, poison: int | None = None, interrupt_at: int = -1) -> None:
+    def __init__(
+        self, layer_ids: list[int], *, delay: float = 0, poison: int | None = None, interrupt_at: int = -1
+    ) -> None:
         self.layer_ids, self.delay, self.poison, self.interrupt_at = layer_ids, delay, poison, interrupt_at
         self.calls: list[list[list[int]]] = []
         self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.bfloat16))

@@ -18,9 +18,9 @@ import pytest
 
 pytest.importorskip("torch")
 
-import standin
 import torch
 
+import standin
 from spec_vllm_compat import CompatError
 from spec_vllm_compat.cli import extract as module
 from spec_vllm_compat.cli.extract import Options, batches, extract
@@ -127,9 +127,8 @@ def test_batches_hold_like_lengths_and_every_sample_once():
     samples = [Sample(n, n + 1, [0] * rng.randrange(1, 90), b"") for n in range(95)]
     made = list(batches(samples, 8, 40))
     assert sorted(sample.number for batch in made for sample in batch) == list(range(95))
-    lengths = [[len(sample.input_ids) for sample in batch] for batch in made if batch[0].number < 40]
-    flat = sum(lengths, [])
-    assert flat == sorted(flat, reverse=True)
+    lengths = [len(sample.input_ids) for batch in made for sample in batch if sample.number < 40]
+    assert lengths == sorted(lengths, reverse=True)
     assert [sample.number // 40 for batch in made for sample in batch] == [0] * 40 + [1] * 40 + [2] * 15
 
 
@@ -365,7 +364,20 @@ def test_arguments(tmp_path, monkeypatch):
 
     seen: list[Options] = []
     monkeypatch.setattr(module, "extract", lambda options: seen.append(options) or 0)
-    words = ["extract", "--model-path", "m", "--layer-ids", "2", "30", "58", "60", "--prepared-data", "d", "--output-dir", "o"]
+    words = [
+        "extract",
+        "--model-path",
+        "m",
+        "--layer-ids",
+        "2",
+        "30",
+        "58",
+        "60",
+        "--prepared-data",
+        "d",
+        "--output-dir",
+        "o",
+    ]
     with pytest.raises(SystemExit) as done:
         main(words)
     assert (done.value.code, seen[0].layer_ids) == (0, (2, 30, 58, 60))

@@ -12,9 +12,9 @@ import pytest
 
 pytest.importorskip("torch")
 
-import standin
 import torch
 
+import standin
 from spec_vllm_compat.cli.verify import Verification, string_order, string_order_batch
 
 LAYER_IDS = [1, 3, 5]

@@ -37,10 +37,10 @@ Every command has --help. Exit status: 0 good, 1 something is wrong, 2 wrong usa
 class Lazy(click.Group):
     """Imports the module of a command when it is asked for."""
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
         return list(_COMMANDS)
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         if cmd_name not in _COMMANDS:
             return None
         command: click.Command = import_module(f"spec_vllm_compat.cli.{cmd_name}").command

@@ -30,11 +30,14 @@ class Comparison:
         return text
 
 
-def compare(model_path: str, samples: Sequence[dict[str, Any]], layer_ids: Sequence[int], tolerance: float) -> Comparison:
+def compare(
+    model_path: str, samples: Sequence[dict[str, Any]], layer_ids: Sequence[int], tolerance: float
+) -> Comparison:
     """Compare rows with a float32 run of the same weights, one sequence at a time.
 
-    In bfloat16 some rows of a real model are off by a fifth, with any engine. Where a row is off by more than ``tolerance``,
-    Transformers is run in the dtype of the samples too, and the row may be off by twice what its worst row is.
+    In bfloat16 some rows of a real model are off by a fifth, with any engine. Where a row is off by more than
+    ``tolerance``, Transformers is run in the dtype of the samples too, and the row may be off by twice what its worst
+    row is.
     """
     reference = Reference(model_path)
     exact = [reference(sample["input_ids"], layer_ids) for sample in samples]
@@ -86,10 +89,10 @@ class Reference:
         rows = output[0] if isinstance(output, tuple) else output
         self._seen[index] = rows.reshape(-1, rows.shape[-1]).clone()
 
-    @torch.no_grad()
     def __call__(self, ids: torch.Tensor, layers: Sequence[int]) -> dict[int, torch.Tensor]:
         self._seen.clear()
-        self.model(input_ids=ids[None], use_cache=False)
+        with torch.no_grad():
+            self.model(input_ids=ids[None], use_cache=False)
         return {layer: rows for layer, rows in self._seen.items() if layer in layers}
 
 

@@ -40,7 +40,9 @@ class Finding:
 
 
 @click.command("doctor", short_help="Check the environment in seconds.")
-@click.option("--output-dir", type=click.Path(path_type=Path), default=Path(), help="Where samples will go. Default: here.")
+@click.option(
+    "--output-dir", type=click.Path(path_type=Path), default=Path(), help="Where samples will go; default here."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
 def command(output_dir: Path, as_json: bool) -> int:
     """Check this environment, without loading a model: versions, patch sets, plugins, devices, memory, disk.
@@ -114,7 +116,8 @@ def _wrapt() -> Finding:
 
     found = importlib.metadata.version("wrapt")
     if Version(found) < Version(WRAPT):
-        return Finding("wrapt", "fail", f"expected wrapt {WRAPT} or newer; found {found}", f"pip install 'wrapt>={WRAPT}'")
+        remedy = f"pip install 'wrapt>={WRAPT}'"
+        return Finding("wrapt", "fail", f"expected wrapt {WRAPT} or newer; found {found}", remedy)
     return Finding("wrapt", "ok", found)
 
 
@@ -134,7 +137,7 @@ def _torch_of_vllm(versions: Versions) -> Finding:
                 return Finding(
                     "torch_pin",
                     "fail",
-                    f"{name} was built for torch {pinned}; found {versions.torch.text}: its compiled parts will not load",
+                    f"{name} was built for torch {pinned}; found {versions.torch.text}: compiled parts will not load",
                     f"pip install torch=={Version(pinned).public}",
                 )
             return Finding("torch_pin", "ok", f"{name} was built for torch {pinned}")
@@ -146,13 +149,13 @@ def _plugin() -> Finding:
     allowed = os.environ.get("VLLM_PLUGINS")
     if PLUGIN not in names:
         return Finding(
-            "plugin", "warn", "vLLM does not see our entry point: this is no installed copy. Workers are reached through "
-            "their extension class all the same.", "pip install spec-vllm-compat",
+            "plugin", "warn", "vLLM does not see our entry point: no installed copy. Workers are reached through their "
+            "extension class all the same.", "pip install spec-vllm-compat",
         )  # fmt: skip
     if allowed is not None and PLUGIN not in [name.strip() for name in allowed.split(",")]:
         return Finding(
-            "plugin", "warn", f"VLLM_PLUGINS={allowed} shuts our plugin out. Workers are reached through their extension "
-            "class all the same.", f"Add {PLUGIN} to VLLM_PLUGINS, or unset it.",
+            "plugin", "warn", f"VLLM_PLUGINS={allowed} shuts our plugin out. Workers are reached through their "
+            "extension class all the same.", f"Add {PLUGIN} to VLLM_PLUGINS, or unset it.",
         )  # fmt: skip
     return Finding("plugin", "ok", f"visible to vLLM among {', '.join(sorted(names))}")
 
@@ -205,7 +208,7 @@ def _start_method(seen: dict[str, Any]) -> Finding:
     device = seen.get("vllm", {}).get("device")
     runner = "V2" if seen.get("vllm", {}).get("v2_runner") else "V1"
     if method == "fork" and device == "cuda":
-        return Finding("processes", "fail", f"{METHOD}=fork: forked workers cannot use CUDA once speculators is imported",
+        return Finding("processes", "fail", f"{METHOD}=fork: forked workers cannot use CUDA after speculators' import",
                        f"unset {METHOD}")  # fmt: skip
     chosen = method or ("spawn (chosen by the shim)" if device == "cuda" else "vLLM's choice")
     return Finding("processes", "ok", f"start method: {chosen}; model runner {runner}")
@@ -232,7 +235,9 @@ def _shared_memory() -> Finding:
     try:
         usage = shutil.disk_usage("/dev/shm")
     except OSError as error:
-        return Finding("dev_shm", "fail", f"/dev/shm cannot be used: {error}", "vLLM's processes talk through it; mount it.")
+        return Finding(
+            "dev_shm", "fail", f"/dev/shm cannot be used: {error}", "vLLM's processes talk through it; mount it."
+        )
     text = f"/dev/shm: {human(usage.free)} of {human(usage.total)} free"
     if usage.free < 1e9:
         return Finding("dev_shm", "warn", text, "Containers start with 64 MB; use --ipc=host or --shm-size=8g.")

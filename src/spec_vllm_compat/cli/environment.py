@@ -21,7 +21,7 @@ def packages() -> dict[str, str]:
     """Package to version and where it comes from."""
     found = {"spec_vllm_compat": f"{__version__} ({os.path.dirname(os.path.dirname(__file__))})"}
     for installed in detect():
-        found[installed.module] = f"{installed.text or 'not installed'} [{installed.source}] {installed.location or ''}".strip()
+        found[installed.module] = f"{installed.text or 'not installed'} [{installed.source}] {installed.location or ''}"
     for name in PACKAGES:
         try:
             found[name] = importlib.metadata.version(name)
@@ -34,7 +34,7 @@ def machine() -> dict[str, str]:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
     return {
         "python": f"{platform.python_version()} {sys.executable}",
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}, {os.cpu_count()} CPUs, {memory:.0f} GB",
+        "system": f"{platform.platform()}, {os.cpu_count()} CPUs, {memory:.0f} GB",
         "gpu": gpus(),
     }
 

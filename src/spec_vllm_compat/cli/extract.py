@@ -80,7 +80,9 @@ class Options:
 
 @click.command("extract", help=HELP, short_help="Extract hidden states; resumable.", cls=ManyValues)
 @click.option("--model-path", required=True, metavar="MODEL", help="Folder or hub id of the target model.")
-@click.option("--prepared-data", required=True, type=click.Path(path_type=Path), help="JSONL, Parquet or a datasets folder.")
+@click.option(
+    "--prepared-data", required=True, type=click.Path(path_type=Path), help="JSONL, Parquet or a datasets folder."
+)
 @click.option("--output-dir", required=True, type=click.Path(file_okay=False, path_type=Path), metavar="DIR")
 @layer_ids_option("Layers to save, in this order. Default: speculators' choice.")
 @click.option("--batch-size", default=8, show_default=True, type=click.IntRange(1), help="Sequences a call.")
@@ -90,14 +92,22 @@ class Options:
 @click.option("--max-samples", type=click.IntRange(1), help="Take so many samples. Default: all.")
 @click.option("--seed", type=int, help="Shuffle before numbering and taking. Default: keep the order of the data.")
 @click.option("--resume/--no-resume", default=True, show_default=True, help="--no-resume wants a DIR without samples.")
-@click.option("--shard-size", default=2000, show_default=True, type=click.IntRange(0), help="Samples a rows_A-B; 0: flat.")
+@click.option(
+    "--shard-size", default=2000, show_default=True, type=click.IntRange(0), help="Samples a rows_A-B; 0: flat."
+)
 @click.option("--save-dtype", default="auto", show_default=True, help="auto is the model's own.",
               type=click.Choice(["auto", "bfloat16", "float16", "float32"]))  # fmt: skip
-@click.option("--num-shards", default=1, show_default=True, type=click.IntRange(1), help="Split the data for so many jobs.")
-@click.option("--shard-index", default=0, show_default=True, type=click.IntRange(0), help="The part that this job does.")
+@click.option(
+    "--num-shards", default=1, show_default=True, type=click.IntRange(1), help="Split the data for so many jobs."
+)
+@click.option(
+    "--shard-index", default=0, show_default=True, type=click.IntRange(0), help="The part that this job does."
+)
 @click.option("--fail-on-error", is_flag=True, help="Stop at the first sample that fails.")
 @click.option("--skip-bad-lines", is_flag=True, help="Leave out lines that are no samples; their numbers stay free.")
-@click.option("--max-failures", default=5, show_default=True, type=click.IntRange(1), help="Stop after so many in a row.")
+@click.option(
+    "--max-failures", default=5, show_default=True, type=click.IntRange(1), help="Stop after so many in a row."
+)
 @click.option("--trust-remote-code", is_flag=True, help="Run the code that the model's folder brings.")
 def command(**values: Any) -> int:
     options = Options(**{**values, "layer_ids": tuple(values["layer_ids"])})
@@ -136,7 +146,7 @@ def extract(options: Options, build: Callable[..., Any] | None = None) -> int:
 
 
 def _limit(options: Options, target: TargetModel) -> int:
-    """Longest sample. vLLM wants room for one more token, which speculators takes from the sample; we add it instead."""
+    """Longest sample. vLLM wants room for one more token; speculators takes it from the sample, we add it."""
     return min(options.max_seq_len, (target.max_length or sys.maxsize) - 1)
 
 
@@ -220,7 +230,7 @@ class Job:
                     self._other_data = True  # more samples than last time, perhaps; those on disk will tell
                 else:
                     raise CompatError(
-                        f"{path} was begun with another {key}: expected {value}; found {manifest['identity'].get(key)}. "
+                        f"{path} has another {key}: expected {value}; found {manifest['identity'].get(key)}. "
                         "Use the options of that run, or another --output-dir."
                     )
         own = read_json(self._manifest_path)
@@ -277,8 +287,8 @@ class Job:
             problems = check_sample(path, expected, values=False).problems
             if self._other_data and {"ids", "mask"} & {kind for kind, _ in problems}:
                 raise CompatError(
-                    f"{path} holds another sample than line {sample.line} of {self.options.prepared_data}: the directory "
-                    "was made from other data. Use those data, or another --output-dir."
+                    f"{path} holds another sample than line {sample.line} of {self.options.prepared_data}: the "
+                    "directory was made from other data. Use those data, or another --output-dir."
                 )
             if problems:
                 missing.append(sample)
@@ -291,8 +301,8 @@ class Job:
         click.echo(f"to extract: {len(missing)} of {len(self.own)} samples, {human(need)}; {human(free)} are free")
         if need > free * 0.98:
             raise CompatError(
-                f"{self.options.output_dir}: expected {human(need)} of free disk; found {human(free)}. Free some, choose "
-                "another --output-dir, or take fewer samples or layers. Nothing was started."
+                f"{self.options.output_dir}: expected {human(need)} of free disk; found {human(free)}. Free some, "
+                "choose another --output-dir, or take fewer samples or layers. Nothing was started."
             )
 
     def _size(self, sample: Sample) -> int:
@@ -510,7 +520,7 @@ class Job:
 
 
 def batches(samples: Sequence[Sample], size: int, window: int) -> Iterator[list[Sample]]:
-    """Batches of like lengths, the longest first, so that memory runs out at once or never; numbers stay as they are."""
+    """Batches of like lengths, the longest first, so that memory runs out at once or never; numbers stay."""
     by_window: dict[int, list[Sample]] = {}
     for sample in samples:
         by_window.setdefault(sample.number // window, []).append(sample)
@@ -551,7 +561,9 @@ class Writer:
         try:
             size = future.result()
         except OSError as error:
-            raise _Stop(f"data_{sample.number} cannot be written: {error}. Make room, then run the same again.") from None
+            raise _Stop(
+                f"data_{sample.number} cannot be written: {error}. Make room, then run the same again."
+            ) from None
         self._progress.add(done=1, tokens=len(sample.input_ids), size=size)
 
 

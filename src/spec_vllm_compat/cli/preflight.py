@@ -21,16 +21,16 @@ from spec_vllm_compat.cli.shrink import VOCABULARY, shrink
 from spec_vllm_compat.cli.target import read_config, read_target, text_part
 from spec_vllm_compat.errors import CompatError
 
-MAX_LENGTH = 2048
+STEP = 512  # tokens a scheduler step; with speculators' 8192 the split batch would take a CPU minutes
 #: Two batches: lengths mixed in one step, and more tokens than a step takes, so that prompts are split.
-BATCHES = ((1, 90, 7, 300, 33, 2, 64, 15, 120, 5, 48, 21), (2000, 1900, 2000, 1500, 1700))
+BATCHES = ((1, 90, 7, 120, 33, 2, 64, 15, 5, 48, 21, 3), (500, 480, 511, 300, 390))
 
 HELP = """Try MODEL (a folder, a config.json, or a hub id that is in the cache) before the long load.
 
-Its configuration is made small, a few layers of small widths, with the architecture kept; the weights are random. This
-copy goes through speculators' original entry point in this very environment: mixed and split batches, every row compared
-with Transformers, or with one-at-a-time extraction where Transformers does not know the architecture. What is not tried:
-the weights' own format, quantisation, and whether the full model fits; for those the memory is estimated.
+Its configuration is made small, a few layers of small widths, with the architecture kept; the weights are random.
+This copy goes through speculators' original entry point in this very environment: mixed and split batches, every row
+compared with Transformers, or with one-at-a-time extraction where Transformers does not know the architecture.
+Not tried: the weights' own format, quantisation, and whether the full model fits (its memory is estimated).
 
 --full-config keeps the full size, with dummy weights, for those who have the memory.
 """
@@ -73,8 +73,10 @@ def command(
     click.echo(f"\n{model}: {verdict}")
     for line in trial.lines if status == 0 else []:
         click.echo(f"  {line}")
-    click.echo(f"  output     {human(size)} a token for layers {layers}; {samples:,} samples of {mean_tokens:,} tokens: "
-               f"{human(size * samples * mean_tokens)}; {human(shutil.disk_usage('.').free)} are free here")  # fmt: skip
+    disk = f"{human(size * samples * mean_tokens)}; {human(shutil.disk_usage('.').free)} are free here"
+    click.echo(
+        f"  output     {human(size)} a token for layers {layers}; {samples:,} samples of {mean_tokens:,} tokens: {disk}"
+    )
     click.echo(f"  memory     {_memory(config, folder, model, tp_size)}")
     click.echo(f"  took       {time.monotonic() - started:.0f} s")
     if status == 0:
@@ -103,16 +105,17 @@ class Trial:
         self.lines: list[str] = []
         own_tokenizer = folder is not None and (folder / "tokenizer_config.json").exists()
         self.config = config if full else shrink(config, keep_vocabulary=own_tokenizer)
-        quantized = text_part(self.config).pop("quantization_config", None) or self.config.pop("quantization_config", None)
+        quantized = text_part(self.config).pop("quantization_config", None)
+        quantized = self.config.pop("quantization_config", None) or quantized
         if quantized:
             self.lines.append(f"quantisation ({quantized.get('quant_method', '?')}) was left out of the trial")
         text_part(self.config)["dtype"] = self.config["dtype"] = "bfloat16"
         (place / "config.json").write_text(json.dumps(self.config, indent=1))
         if own_tokenizer:
             for file in folder.iterdir():  # type: ignore[union-attr]
-                if file.is_file() and file.suffix in (".json", ".txt", ".model", ".jinja", ".py") and "index" not in file.name:
-                    if file.name != "config.json":
-                        shutil.copy(file, place)
+                wanted = file.suffix in (".json", ".txt", ".model", ".jinja", ".py") and "index" not in file.name
+                if wanted and file.name != "config.json":
+                    shutil.copy(file, place)
         else:
             _tokenizer(place, text_part(self.config)["vocab_size"])
         self.known = not full and self._random_weights()
@@ -130,7 +133,8 @@ class Trial:
             model = cls(config) if cls is not None else transformers.AutoModelForCausalLM.from_config(config)
             model.to(torch.bfloat16).save_pretrained(self.place)
         except (ValueError, KeyError, AttributeError, ImportError, TypeError) as error:
-            self.lines.append(f"Transformers does not know the architecture ({str(error).splitlines()[0]:.90}); dummy weights")
+            why = str(error).splitlines()[0]
+            self.lines.append(f"Transformers does not know the architecture ({why:.80}); dummy weights")
             return False
         written = json.loads((self.place / "config.json").read_text())
         if written.get("architectures") != self.config["architectures"]:
@@ -146,21 +150,26 @@ class Trial:
         text = text_part(self.config)
         count = text["num_hidden_layers"]
         layers = list(range(count)) if not self.full else sorted({0, count // 2, count - 1})
-        with _dummy_weights(module) if not self.known else _nothing():
+        with _trial_settings(module, dummy_weights=not self.known):
             generator = module.VllmHiddenStatesGenerator(
-                str(self.place), layer_ids=layers, max_model_len=min(MAX_LENGTH, text.get("max_position_embeddings", MAX_LENGTH)),
+                str(self.place), layer_ids=layers, max_model_len=STEP,
                 gpu_memory_utilization=gpu_memory_utilization if self.full else min(gpu_memory_utilization, 0.3),
                 tensor_parallel_size=tp_size,
             )  # fmt: skip
         try:
             rng = random.Random(1)
             batches = [
-                [[rng.randrange(3, min(text["vocab_size"], VOCABULARY) - 32) for _ in range(length)] for length in lengths]
+                [
+                    [rng.randrange(3, min(text["vocab_size"], VOCABULARY) - 32) for _ in range(length)]
+                    for length in lengths
+                ]
                 for lengths in BATCHES
             ]
             results = [generator.generate(batch) for batch in batches]
             session = generator.executor.session
-            self.lines.append(f"hooks      {session.capturing.container}.K, K = {layers}; {self.config['architectures'][0]}")
+            self.lines.append(
+                f"hooks      {session.capturing.container}.K, K = {layers}; {self.config['architectures'][0]}"
+            )
             if self.known:
                 self._against_transformers(results, layers)
             else:
@@ -189,9 +198,11 @@ class Trial:
                     error = row_error(one, other.float())
                     worst = max(worst, error)
                     if error > TOLERANCE:
-                        raise CompatError(f"layer {layer} of a sequence of {len(ids)} tokens: a row in a batch differs by "
-                                          f"{error:.2f} from the same row alone")  # fmt: skip
-        self.lines.append(f"compared   batches with one sequence at a time: worst relative difference of a row {worst:.2g}")
+                        raise CompatError(
+                            f"layer {layer} of a sequence of {len(ids)} tokens: a row in a batch differs by "
+                            f"{error:.2f} from the same row alone"
+                        )
+        self.lines.append(f"compared   batches with one sequence at a time: worst relative error of a row {worst:.2g}")
 
 
 def _tokenizer(place: Path, size: int) -> None:
@@ -206,19 +217,16 @@ def _tokenizer(place: Path, size: int) -> None:
 
 
 @contextmanager
-def _dummy_weights(module: Any) -> Iterator[None]:
-    """speculators builds its ``LoadConfig()`` without arguments; this one makes weights up."""
-    original = module.LoadConfig
-    module.LoadConfig = lambda: original(load_format="dummy")
+def _trial_settings(module: Any, *, dummy_weights: bool) -> Iterator[None]:
+    """Small steps; and weights that vLLM makes up, where none could be written: speculators builds ``LoadConfig()``."""
+    step, load = module.MIN_MAX_BATCHED_TOKENS, module.LoadConfig
+    module.MIN_MAX_BATCHED_TOKENS = STEP
+    if dummy_weights:
+        module.LoadConfig = lambda: load(load_format="dummy")
     try:
         yield
     finally:
-        module.LoadConfig = original
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
+        module.MIN_MAX_BATCHED_TOKENS, module.LoadConfig = step, load
 
 
 def _memory(config: dict[str, Any], folder: Path | None, model: str, tp_size: int) -> str:

@@ -27,7 +27,7 @@ Tokenize = Callable[[list[Talk]], list[Tokens | str]]
 
 @dataclass(frozen=True)
 class Sample:
-    """One sample, cut to the length asked for. ``number`` is the N of ``data_N.pt`` and never depends on other lines."""
+    """One sample, cut to the length asked for. ``number`` is the N of ``data_N.pt``, whatever other lines hold."""
 
     number: int
     line: int
@@ -91,20 +91,22 @@ def read(
     if not rows:
         raise CompatError(f"{path}: expected at least one sample; found none. {FORMATS}")
     bad = [BadLine(number, line, value) for number, (line, value) in enumerate(rows) if isinstance(value, str)]
-    usable = [(number, line, value) for number, (line, value) in enumerate(rows) if not isinstance(value, str)]
-    talks = [(number, line, value) for number, line, value in usable if isinstance(value, list)]
-    if talks and len(talks) != len(usable):
+    tokens: list[tuple[int, int, Tokens | str]] = [
+        (number, line, value) for number, (line, value) in enumerate(rows) if isinstance(value, tuple)
+    ]
+    talks = [(number, line, value) for number, (line, value) in enumerate(rows) if isinstance(value, list)]
+    if talks and tokens:
         raise CompatError(f"{path}: line {talks[0][1]} is a conversation, other lines are tokens; expected one kind")
     if talks:
         tokenized = tokenize([value for _, _, value in talks])
-        usable = [(number, line, value) for (number, line, _), value in zip(talks, tokenized, strict=True)]
+        tokens = [(number, line, value) for (number, line, _), value in zip(talks, tokenized, strict=True)]
     samples, cut = [], 0
-    for number, line, value in usable:
-        reason = value if isinstance(value, str) else _wrong_tokens(*value, vocab_size)
-        if reason:
-            bad.append(BadLine(number, line, reason))
+    for number, line, found in tokens:
+        reason = found if isinstance(found, str) else _wrong_tokens(*found, vocab_size)
+        if isinstance(found, str) or reason:
+            bad.append(BadLine(number, line, str(reason)))
             continue
-        ids, mask = value
+        ids, mask = found
         cut += len(ids) > max_length
         samples.append(Sample(number, line, ids[:max_length], mask[:max_length]))
     return Prepared(samples, sorted(bad, key=lambda wrong: wrong.line), cut)
@@ -120,7 +122,7 @@ def _rows(path: Path) -> Iterator[tuple[int, Any]]:
     if path.is_dir():
         dataset = _datasets().load_from_disk(str(path))
         if not hasattr(dataset, "column_names") or isinstance(dataset, dict):
-            raise CompatError(f"{path}: expected one dataset; found splits {sorted(dataset)}. Name the folder of one split.")
+            raise CompatError(f"{path}: expected one dataset; found splits {sorted(dataset)}. Name one split's folder.")
         yield from enumerate(dataset.with_format(None), 1)
     elif not path.exists():
         raise CompatError(f"{path}: expected prepared data; found no such file. {FORMATS}")
@@ -136,7 +138,7 @@ def _rows(path: Path) -> Iterator[tuple[int, Any]]:
                 except ValueError as error:
                     yield line, f"not JSON: {error}"
     else:
-        raise CompatError(f"{path}: expected .jsonl, .parquet or a folder; found {path.suffix or 'no suffix'}. {FORMATS}")
+        raise CompatError(f"{path}: expected .jsonl, .parquet or a folder; found {path.suffix or path.name}. {FORMATS}")
 
 
 def _datasets() -> Any:
@@ -149,7 +151,7 @@ def _datasets() -> Any:
     return datasets
 
 
-def _parse(row: Any) -> Parsed:
+def _parse(row: Any) -> Parsed:  # noqa: PLR0911
     if not isinstance(row, dict):
         return f"expected an object; found {type(row).__name__}"
     if "input_ids" in row:
@@ -202,7 +204,7 @@ def _wrong_tokens(ids: array[int], mask: bytes, vocab_size: int) -> str | None:
 
 
 def tokenizer_of(model_path: str, max_length: int) -> Tokenize:
-    """Tokenizes conversations with speculators' own preprocessing, which drops what it cannot use without saying which."""
+    """Tokenizes conversations with speculators' own preprocessing, which drops some without saying which."""
 
     def tokenize(talks: list[Talk]) -> list[Tokens | str]:
         from datasets import Dataset
@@ -211,7 +213,7 @@ def tokenizer_of(model_path: str, max_length: int) -> Tokenize:
 
         tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=True)
         if getattr(tokenizer, "chat_template", None) is None:
-            raise CompatError(f"{model_path}: expected a chat template in the tokenizer; found none. Pass tokens instead.")
+            raise CompatError(f"{model_path}: the tokenizer has no chat template. Pass tokens instead.")
 
         def build(part: list[Talk]) -> list[Tokens | str]:
             dataset = Dataset.from_dict({"conversations": part})

@@ -69,7 +69,7 @@ def _layers(text: dict[str, Any]) -> int:
     for name in ("full_attention_interval", "sliding_window_pattern", "_sliding_window_pattern"):
         if isinstance(text.get(name), int):
             needed = max(needed, text[name])
-    return min(needed, text["num_hidden_layers"])
+    return min(needed, int(text["num_hidden_layers"]))
 
 
 def _heads(text: dict[str, Any]) -> None:

@@ -132,7 +132,7 @@ def locked(path: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise CompatError(
-                f"another extract is writing this part of {path.parent}. Wait for it, or give each its own --shard-index."
+                f"another extract is writing this part of {path.parent}. Wait for it, or give each a --shard-index."
             ) from None
         except OSError:  # a network file system without locks
             pass
@@ -158,7 +158,7 @@ class Checked:
     sample: dict[str, Any] | None = None
 
 
-def check_sample(path: Path, expected: Expected, *, values: bool) -> Checked:
+def check_sample(path: Path, expected: Expected, *, values: bool) -> Checked:  # noqa: PLR0912
     """Look at one file; ``values`` reads every row too, else only ids, mask and shapes are read."""
     try:
         sample = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -171,7 +171,11 @@ def check_sample(path: Path, expected: Expected, *, values: bool) -> Checked:
     ids, mask, states = sample["input_ids"], sample["loss_mask"], sample["hidden_states"]
     if not _is_vector(ids) or not len(ids):
         return Checked([("format", "input_ids is not a 1-dimensional integer tensor with at least one token")])
-    if not isinstance(states, list) or not states or not all(isinstance(s, torch.Tensor) and s.dim() == 2 for s in states):
+    if (
+        not isinstance(states, list)
+        or not states
+        or not all(isinstance(s, torch.Tensor) and s.dim() == 2 for s in states)
+    ):
         return Checked([("format", "hidden_states is not a list of 2-dimensional tensors")])
     if not _is_vector(mask):
         problems.append(("format", f"loss_mask is {type(mask).__name__}, not a 1-dimensional integer tensor"))

@@ -87,7 +87,8 @@ def read_target(path: str) -> TargetModel:
         from transformers import AutoConfig
 
         text = AutoConfig.from_pretrained(path, trust_remote_code=True).get_text_config().to_dict()
-    dtype = str(text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+    named = (part.get(name) for part in (text, config) for name in ("dtype", "torch_dtype"))
+    dtype = str(next(filter(None, named), "bfloat16"))
     return TargetModel(
         path=path,
         folder=folder,

@@ -1,4 +1,4 @@
-"""``verify``: checks a finished or half-finished output, whoever wrote it, and names the fault that a damaged one shows."""
+"""``verify``: checks a finished or half-finished output, whoever wrote it, and names the fault that it shows."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Verification:
         self.problems: dict[str, Problem] = {}
         self.notes: list[str] = []
         self.found: dict[int, Summary] = {}
-        self.config = read_json(root / "data_config.json")
+        self.config: Any = read_json(root / "data_config.json")
         self.manifests = {path.name: read_json(path) for path in sorted(root.glob("manifest*.json"))}
         self._files, self._strays = find_samples(root)
         self.layer_ids: list[int] | None = None
@@ -119,12 +119,12 @@ class Verification:
 
     def _read_beside(self) -> None:
         if self.config is None:
-            self.problem("config", "data_config.json is missing; the extraction did not get that far, or it was removed")
+            self.problem("config", "data_config.json is missing: removed, or the extraction did not get that far")
         else:
             self.layer_ids = self.config["hidden_states"]["layer_ids"]
             self.num_samples = self.config["data"]["num_samples"]
             self.model_path = self.config["model"]["target_model_path"]
-        first = next(iter(self.manifests.values()), None)
+        first: Any = next(iter(self.manifests.values()), None)
         for name, manifest in self.manifests.items():
             if manifest["identity"] != first["identity"]:
                 differing = [key for key, value in manifest["identity"].items() if value != first["identity"].get(key)]
@@ -138,7 +138,8 @@ class Verification:
             self.model_path = first["model"]
             self._dtype = first["identity"]["save_dtype"]
             shards = first["shard"][1]
-            missing = [index for index in range(shards) if not any(m["shard"] == [index, shards] for m in self.manifests.values())]
+            begun = [manifest["shard"] for manifest in self.manifests.values()]
+            missing = [index for index in range(shards) if [index, shards] not in begun]
             if missing:
                 self.problem("shards", f"of {shards} shards, these have not begun: {', '.join(map(str, missing))}")
 
@@ -208,10 +209,13 @@ class Verification:
         for manifest in self.manifests.values():
             for failed in manifest["failed"]:
                 if failed["number"] in holes:
-                    self.problem("failed", "samples failed", f"data_{failed['number']}: {failed['error'].splitlines()[0]:.150}")
+                    why = failed["error"].splitlines()[0]
+                    self.problem("failed", "samples failed", f"data_{failed['number']}: {why:.150}")
         extra = [number for number in self._files if self.num_samples and number > max(self._expected_numbers())]
         if extra:
-            self.problem("extra", "there are samples past the end of the data", *(f"data_{text}" for text in _ranges(extra)))
+            self.problem(
+                "extra", "there are samples past the end of the data", *(f"data_{text}" for text in _ranges(extra))
+            )
         same: dict[str, list[int]] = {}
         for summary in good:
             same.setdefault(summary.ids_hash, []).append(summary.number)
@@ -228,24 +232,24 @@ class Verification:
             lost = sum(summary.tokens - summary.rows for summary in short)
             self.problem(
                 "fault: chunk loss",
-                f"{lost} rows are missing at the end of batches: a prompt was split over two scheduler steps and its rest "
-                "thrown away (speculators 0.3), or the KV cache was too small (0.4). In the same generate() call, samples "
-                "before these carry rows of other samples with every shape right. Extract all of it again.",
+                f"{lost} rows are missing at the end of batches: a prompt was split over two scheduler steps, its rest "
+                "thrown away (speculators 0.3), or the KV cache was too small (0.4). In the same generate() call, "
+                "samples before these carry rows of other samples, every shape right. Extract all of it again.",
                 *(f"data_{summary.number}" for summary in short),
             )
         batch = string_order_batch([(s.number, s.tokens, s.mask) for s in self.found.values() if s.mask >= 0])
         if batch:
             self.problem(
                 "fault: string order",
-                f"masks and tokens are paired as if each batch of {batch} came back in the string order of its request ids "
+                f"masks and tokens are paired as if each batch of {batch} came back in string order of its request ids "
                 "(0, 1, 10, 11, ..., 2): speculators 0.4. Tokens and rows fit each other, the masks belong to other "
                 "samples, also where their lengths agree. Extract all of it again.",
             )
         if self.layer_ids is not None and self.found:
             unique = len(set(self.layer_ids))
             if unique < len(self.layer_ids) and {s.layers for s in self.found.values()} == {unique}:
-                self.problem("fault: layers dropped", f"layers {self.layer_ids} were asked for; speculators drops repetitions "
-                                                      "and sorts the rest")  # fmt: skip
+                text = f"layers {self.layer_ids} were asked for; speculators drops repetitions and sorts the rest"
+                self.problem("fault: layers dropped", text)
 
     # -- comparisons -----------------------------------------------------------------------------------------------
 
@@ -279,7 +283,8 @@ class Verification:
         if moved:
             pairs = ", ".join(f"data_{number} holds line {place + 1}" for number, place in list(moved.items())[:SHOWN])
             total = max(self.found) + 1
-            batch = next((b for b in range(11, 513) if all(string_order(b, total, n) == p for n, p in moved.items())), None)
+            fits = (b for b in range(11, 513) if all(string_order(b, total, n) == p for n, p in moved.items()))
+            batch = next(fits, None)
             if batch:
                 self.problems["fault: string order"] = Problem(
                     "fault: string order",
@@ -329,8 +334,8 @@ class Verification:
         result = self.result()
         expected = f" of {self.num_samples:,}" if self.num_samples is not None else ""
         lines = [
-            f"{self.root}: {result['samples']:,}{expected} samples, {result['tokens']:,} tokens, {human(result['bytes'])}, "
-            f"layers {self.layer_ids or 'unknown'}"
+            f"{self.root}: {result['samples']:,}{expected} samples, {result['tokens']:,} tokens, "
+            f"{human(result['bytes'])}, layers {self.layer_ids or 'unknown'}"
         ]
         lines += [f"  {name}: {manifest['status']}" for name, manifest in list(self.manifests.items())[:8]]
         if not self.manifests:
