@@ -177,7 +177,8 @@ def test_resume_fills_holes_and_replaces_what_is_damaged(options):
     (out / "rows_0-10/.data_4.pt.part").write_bytes(b"left by a kill")
     status, (generator,) = run(options())
     assert status == 0
-    assert sum(map(len, generator.calls)) == 3
+    assert len(generator.calls) == 3  # whole batches are run, three samples are written
+    assert json.loads((out / "manifest.json").read_text())["runs"][-1]["ok"] == 3
     assert contents(out) == before
     assert not list(out.rglob("*.part"))
     assert run(options())[1] == []  # nothing to do: no model is loaded
@@ -189,7 +190,8 @@ def test_more_data_later(options, data):
     more = first.with_name("more.jsonl")
     more.write_text(first.read_text() + '{"input_ids": [9, 8, 7]}\n')
     status, (generator,) = run(options(prepared_data=more))
-    assert (status, generator.calls) == (0, [[[9, 8, 7]]])
+    assert (status, len(generator.calls)) == (0, 1)
+    assert [9, 8, 7] in generator.calls[0]
     assert_right(options(prepared_data=more))
 
 
@@ -337,8 +339,8 @@ def test_one_job_a_shard(options):
 
 def test_two_shards_at_once_one_killed_and_resumed(options, data):
     wanted = options(prepared_data=data(60))
-    first, second = (start(wanted, 0.05, "--num-shards", "2", "--shard-index", index) for index in "01")
-    wait_for_samples(wanted.output_dir, 15)
+    first, second = (start(wanted, 0.2, "--num-shards", "2", "--shard-index", index) for index in "01")
+    wait_for_samples(wanted.output_dir / "rows_30-40", 3)
     second.kill()
     assert first.wait(60) == 0
     second.wait()

@@ -352,8 +352,13 @@ class Job:
 
     def _extract(self, generator: Any, missing: Sequence[Sample], progress: Progress) -> None:
         with Writer(self.layout, 2 * self.options.batch_size, progress) as writer:
-            for batch in batches(missing, self.options.batch_size, self.options.shard_size or WINDOW):
-                for sample, result in self._results(generator, batch, progress):
+            numbers = {sample.number for sample in missing}
+            for batch in batches(self.own, self.options.batch_size, self.options.shard_size or WINDOW):
+                if not numbers.intersection(sample.number for sample in batch):
+                    continue
+                # The whole batch, also for one hole in it: rounding depends on what is computed together, and so a
+                # job that was broken off ends with the same bytes as one that was not.
+                for sample, result in self._results(generator, batch, numbers, progress):
                     writer.put(sample, result)
                 progress.show()
                 if time.monotonic() - self._manifest_written > MANIFEST_EVERY:
@@ -362,7 +367,7 @@ class Job:
                     raise _Stop("interrupted; the running batch was finished. The same command goes on.")
 
     def _results(
-        self, generator: Any, batch: Sequence[Sample], progress: Progress
+        self, generator: Any, batch: Sequence[Sample], wanted: set[int], progress: Progress
     ) -> Iterator[tuple[Sample, dict[str, Any]]]:
         try:
             results = generator.generate([list(sample.input_ids) for sample in batch])
@@ -373,9 +378,12 @@ class Job:
                 self._fail(batch[0], error, progress)
             else:  # one of them is at fault; the others shall not suffer
                 for sample in batch:
-                    yield from self._results(generator, [sample], progress)
+                    if sample.number in wanted:
+                        yield from self._results(generator, [sample], wanted, progress)
             return
         for sample, result in zip(batch, results, strict=True):
+            if sample.number not in wanted:
+                continue
             try:
                 kept = self._to_save(sample, result)
             except CompatError as error:
