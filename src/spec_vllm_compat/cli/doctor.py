@@ -64,7 +64,8 @@ def command(output_dir: Path, as_json: bool) -> int:
 def _text(finding: Finding) -> str:
     head = f"{finding.status if finding.status != 'fail' else 'FAIL':4}  {finding.id:14}  "
     body = finding.reason + (f"\n-> {finding.remedy}" if finding.remedy else "")
-    lines = [line for part in body.splitlines() for line in textwrap.wrap(part, 120 - len(head)) or [""]]
+    wrapper = textwrap.TextWrapper(120 - len(head), break_on_hyphens=False, break_long_words=False)
+    lines = [line for part in body.splitlines() for line in wrapper.wrap(part)]
     return head + ("\n" + " " * len(head)).join(lines)
 
 
@@ -73,14 +74,18 @@ def examine(output_dir: Path) -> Iterator[Finding]:
     versions = detect()
     yield Finding("python", "ok", environment.machine()["python"])
     yield _switch()
-    yield from _pair(versions)
+    pair = list(_pair(versions))
+    yield from pair
     yield _wrapt()
     yield _torch_of_vllm(versions)
     yield _plugin()
     seen, problem = _probe() if versions.vllm.present and versions.speculators.present else ({}, None)
     if problem:
         yield Finding("imports", "fail", problem, "Run `python -c 'import vllm, speculators'` and look at its error.")
-    yield from _imports(seen)
+    if pair[-1].status == "fail":
+        yield Finding("patch_sets", "fail", "not decided: see pair")
+    else:
+        yield from _imports(seen)
     yield _start_method(seen)
     yield _devices(seen)
     yield _shared_memory()
@@ -178,7 +183,7 @@ def _probe() -> tuple[dict[str, Any], str | None]:
 def _imports(seen: dict[str, Any]) -> Iterator[Finding]:
     generator = seen.get("generator")
     if generator is None:
-        yield Finding("patch_sets", "fail", "not decided: speculators and vLLM could not be imported")
+        yield Finding("patch_sets", "fail", "not decided: see imports")
         return
     if "error" in generator:
         yield Finding(

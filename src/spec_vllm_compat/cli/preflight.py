@@ -188,7 +188,7 @@ class Trial:
     def _against_single(
         self, generator: Any, batches: Sequence[Any], results: Sequence[Any], layers: list[int]
     ) -> None:
-        """Two runs of one engine: rounding differs with the batch, and with it, in a few rows, the choice of experts."""
+        """Two runs of one engine: rounding differs with the batch, and so, in a few rows, does the choice of experts."""
         import torch
 
         from spec_vllm_compat.cli.compare import TOLERANCE, row_errors
