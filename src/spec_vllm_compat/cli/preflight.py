@@ -68,7 +68,12 @@ def command(
             trial.run(tp_size, gpu_memory_utilization)
             verdict, status = "works here", 0
         except Exception as error:  # noqa: BLE001 - whatever stops it is the answer
-            verdict, status = f"will NOT work here: {type(error).__name__}: {str(error).strip():.1500}", 1
+            text = str(error).strip().split("\n\n")[0]
+            verdict, status = f"will NOT work here: {type(error).__name__}: {text:.700}", 1
+            if "WorkerProc initialization failed" in text:
+                verdict += "\n  the worker's own error stands above"
+            if "does not recognize this architecture" in text:
+                verdict += "\n  MODEL must be the folder with the model's own code; its config.json is not enough"
     size = len(layers) * target.hidden_size * 2 + 16
     click.echo(f"\n{model}: {verdict}")
     for line in trial.lines if status == 0 else []:
@@ -188,7 +193,7 @@ class Trial:
     def _against_single(
         self, generator: Any, batches: Sequence[Any], results: Sequence[Any], layers: list[int]
     ) -> None:
-        """Two runs of one engine: rounding differs with the batch, and so, in a few rows, does the choice of experts."""
+        """Two runs of one engine: rounding depends on the batch, and so, in a few rows, does the choice of experts."""
         import torch
 
         from spec_vllm_compat.cli.compare import TOLERANCE, row_errors
