@@ -165,6 +165,25 @@ def test_skipped_lines_keep_their_numbers(options, data):
     assert not check.problems
 
 
+def test_parquet_and_datasets_on_disk_give_the_same(options, data, tmp_path):
+    datasets = pytest.importorskip("datasets")
+    path = data(12)
+    run(options(prepared_data=path, output_dir=tmp_path / "lines"))
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    table = datasets.Dataset.from_list([{"loss_mask": None, **row} for row in rows])
+    table.to_parquet(str(tmp_path / "data.parquet"))
+    table.save_to_disk(str(tmp_path / "folder"))
+    for source in ("data.parquet", "folder"):
+        run(options(prepared_data=tmp_path / source, output_dir=tmp_path / f"from-{source}"))
+        assert contents(tmp_path / f"from-{source}") == contents(tmp_path / "lines")
+
+
+def test_conversations_and_tokens_do_not_mix(options, data):
+    talk = '{"messages": [{"role": "user", "content": "hello"}]}'
+    with pytest.raises(CompatError, match="line 4 is a conversation, other lines are tokens"):
+        run(options(prepared_data=data(3, talk)))
+
+
 def test_resume_fills_holes_and_replaces_what_is_damaged(options):
     run(options())
     out = options().output_dir
@@ -297,7 +316,7 @@ def start(*arguments: Any) -> subprocess.Popen[str]:
 
 
 def wait_for_samples(out: Path, count: int) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while len(list(out.rglob("data_*.pt"))) < count:
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -321,7 +340,7 @@ def test_killed_at_random_moments_and_resumed(options, data, tmp_path):
     half.run(values=True)
     assert set(half.problems) == {"holes"}  # nothing torn
     last = start(wanted, 0)
-    output, _ = last.communicate(timeout=60)
+    output, _ = last.communicate(timeout=300)
     assert last.returncode == 0, output
     assert_right(wanted)
     assert contents(wanted.output_dir) == contents(whole.output_dir)
@@ -342,13 +361,13 @@ def test_two_shards_at_once_one_killed_and_resumed(options, data):
     first, second = (start(wanted, 0.2, "--num-shards", "2", "--shard-index", index) for index in "01")
     wait_for_samples(wanted.output_dir / "rows_30-40", 3)
     second.kill()
-    assert first.wait(60) == 0
+    assert first.wait(300) == 0
     second.wait()
     check = Verification(wanted.output_dir)
     check.run(values=True)
     assert set(check.problems) == {"holes"}
     again = start(wanted, 0, "--num-shards", "2", "--shard-index", "1")
-    output, _ = again.communicate(timeout=60)
+    output, _ = again.communicate(timeout=300)
     assert again.returncode == 0, output
     for job in (first, second):
         job.stdout.close()

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -46,17 +46,30 @@ def prepared(tmp_path: Path) -> Path:
     return path
 
 
+_jobs: list[subprocess.Popen[str]] = []
+
+
+@pytest.fixture(autouse=True)
+def _no_job_outlives_its_test() -> Iterator[None]:
+    yield
+    while _jobs:
+        job = _jobs.pop()
+        job.kill()
+        job.wait()
+
+
 def extract(model: Path, prepared: Path, out: Path) -> subprocess.Popen[str]:
     words = [
         "extract", "--model-path", model, "--prepared-data", prepared, "--output-dir", out, "--layer-ids", *LAYER_IDS,
         "--batch-size", 4, "--max-seq-len", 256, "--gpu-memory-utilization", 0.3, "--shard-size", 50,
     ]  # fmt: skip
-    log = (out.parent / f"{out.name}.log").open("a")
-    return subprocess.Popen([*COMMAND, *map(str, words)], stdout=log, stderr=log, text=True)
+    with (out.parent / f"{out.name}.log").open("a") as log:
+        _jobs.append(subprocess.Popen([*COMMAND, *map(str, words)], stdout=log, stderr=log, text=True))
+    return _jobs[-1]
 
 
 def finished(job: subprocess.Popen[str], out: Path) -> None:
-    assert job.wait(timeout=300) == 0, (out.parent / f"{out.name}.log").read_text()[-3000:]
+    assert job.wait(timeout=900) == 0, (out.parent / f"{out.name}.log").read_text()[-3000:]
 
 
 def contents(out: Path) -> dict[str, bytes]:
@@ -133,7 +146,7 @@ def _the_trainer_reads(out: Path, prepared: Path) -> None:
 def test_run_an_unmodified_script(small_model: Callable[..., Path], tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(SCRIPT.format(model=str(small_model())))
     done = subprocess.run(
-        [*COMMAND, "run", "job.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+        [*COMMAND, "run", "job.py"], cwd=tmp_path, capture_output=True, text=True, timeout=900, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("rows [(3, 128), (3, 128)]") == 1
