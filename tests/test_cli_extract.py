@@ -178,6 +178,19 @@ def test_parquet_and_datasets_on_disk_give_the_same(options, data, tmp_path):
         assert contents(tmp_path / f"from-{source}") == contents(tmp_path / "lines")
 
 
+def test_token_frequencies(options, data, tmp_path):
+    path = data(5)
+    run(options(prepared_data=path, token_freq_path=tmp_path / "freq/token_freq.pt"))
+    wanted: dict[int, int] = {}
+    for row in map(json.loads, path.read_text().splitlines()):
+        for token, counts in zip(row["input_ids"], row.get("loss_mask", [1] * 99), strict=False):
+            if counts:
+                wanted[token] = wanted.get(token, 0) + 1
+    assert torch.load(tmp_path / "freq/token_freq.pt", weights_only=True) == wanted
+    with pytest.raises(CompatError, match="takes every"):
+        run(options(prepared_data=path, token_freq_path=options().output_dir / "token_freq.pt"))
+
+
 def test_conversations_and_tokens_do_not_mix(options, data):
     talk = '{"messages": [{"role": "user", "content": "hello"}]}'
     with pytest.raises(CompatError, match="line 4 is a conversation, other lines are tokens"):

@@ -7,12 +7,13 @@ import shutil
 import signal
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from itertools import compress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
@@ -76,6 +77,7 @@ class Options:
     skip_bad_lines: bool = False
     max_failures: int = 5
     trust_remote_code: bool = False
+    token_freq_path: Path | None = None
 
 
 @click.command("extract", help=HELP, short_help="Extract hidden states; resumable.", cls=ManyValues)
@@ -108,6 +110,11 @@ class Options:
 @click.option(
     "--max-failures", default=5, show_default=True, type=click.IntRange(1), help="Stop after so many in a row."
 )
+@click.option(
+    "--token-freq-path",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Also write the token frequencies that a smaller draft vocabulary is built from; outside of DIR.",
+)
 @click.option("--trust-remote-code", is_flag=True, help="Run the code that the model's folder brings.")
 def command(**values: Any) -> int:
     options = Options(**{**values, "layer_ids": tuple(values["layer_ids"])})
@@ -136,6 +143,8 @@ def extract(options: Options, build: Callable[..., Any] | None = None) -> int:
         click.echo(f"{prepared.cut} of {len(prepared.samples)} samples are longer than {limit} tokens and are cut")
     if not prepared.samples:
         raise CompatError("no usable sample is left")
+    if options.token_freq_path is not None:
+        _write_token_frequencies(options, prepared)
     from spec_vllm_compat.cli.store import locked
 
     options.output_dir.mkdir(parents=True, exist_ok=True)
@@ -160,6 +169,19 @@ def _say_bad_lines(options: Options, prepared: Prepared) -> None:
     if not options.skip_bad_lines:
         raise CompatError(f"{text}\nRepair them, or pass --skip-bad-lines. Nothing was started.")
     click.echo(text, err=True)
+
+
+def _write_token_frequencies(options: Options, prepared: Prepared) -> None:
+    """What speculators' ``save_token_frequency_distribution`` writes: how often each token is trained on."""
+    from spec_vllm_compat.cli.store import write_sample
+
+    path = options.token_freq_path
+    if path is None or options.output_dir.resolve() in path.resolve().parents:
+        raise CompatError(f"--token-freq-path {path}: the trainer takes every .pt in {options.output_dir} for a sample")
+    counts: Counter[int] = Counter()
+    for sample in prepared.samples:
+        counts.update(compress(sample.input_ids, sample.loss_mask))
+    write_sample(path, dict(counts))
 
 
 def _manifest_name(options: Options) -> str:

@@ -56,7 +56,7 @@ def find_samples(root: Path) -> tuple[dict[int, list[Path]], list[Path]]:
     return dict(sorted(samples.items())), strays
 
 
-def write_sample(path: Path, sample: dict[str, Any]) -> int:
+def write_sample(path: Path, sample: dict[Any, Any]) -> int:
     """Write a sample so that a kill or a power cut at any moment leaves the old state or the new one. Returns bytes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.part")
