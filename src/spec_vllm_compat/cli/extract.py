@@ -483,21 +483,20 @@ class Job:
         )
 
     def _write_config(self, generator: Any) -> None:
+        from speculators.data_generation import config_generator
+
         from spec_vllm_compat.cli.store import write_json
 
-        try:
-            from speculators.data_generation.config_generator import DataGenerationConfig
-        except ImportError:
-            return  # only stand-ins of tests run without speculators
-        config = DataGenerationConfig.from_generator(
-            generator=generator,
-            train_data_path=str(self.options.prepared_data),
-            seq_length=self.limit,
-            cache_dir="",
-            num_samples=len(self.prepared.samples),
-            max_samples=self.options.max_samples,
-            seed=self.options.seed or 0,
-        )
+        with _device_names_cannot_fail(config_generator):
+            config = config_generator.DataGenerationConfig.from_generator(
+                generator=generator,
+                train_data_path=str(self.options.prepared_data),
+                seq_length=self.limit,
+                cache_dir="",
+                num_samples=len(self.prepared.samples),
+                max_samples=self.options.max_samples,
+                seed=self.options.seed or 0,
+            )
         write_json(self.options.output_dir / "data_config.json", config.to_dict())
 
     def _write_lengths(self) -> None:
@@ -617,6 +616,27 @@ def _workers_deaf_to_ctrl_c() -> Iterator[None]:
         yield
     finally:
         BaseProcess.start = start  # type: ignore[method-assign]
+
+
+@contextmanager
+def _device_names_cannot_fail(module: Any) -> Iterator[None]:
+    """speculators 0.4 asks a CUDA build of torch for a device's name where there is no driver: RuntimeError."""
+    original = getattr(module, "get_device_name", None)
+    if original is None:
+        yield
+        return
+
+    def name(index: int) -> Any:
+        try:
+            return original(index)
+        except RuntimeError:
+            return "NO ACCELERATOR"
+
+    module.get_device_name = name
+    try:
+        yield
+    finally:
+        module.get_device_name = original
 
 
 def _command_line() -> str:
