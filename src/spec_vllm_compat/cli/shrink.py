@@ -1,0 +1,108 @@
+"""Makes a small copy of a model's configuration that keeps its architecture: same classes, same kinds of layers."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from spec_vllm_compat.cli.target import text_part
+
+VOCABULARY = 512
+HEADS = 4
+EXPERTS = 8
+
+#: Sizes that are cut to at most so much wherever they occur in the language part.
+_AT_MOST = {
+    "num_experts": EXPERTS,
+    "n_routed_experts": EXPERTS,
+    "num_local_experts": EXPERTS,
+    "num_experts_per_tok": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 128,
+    "q_lora_rank": 128,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "first_k_dense_replace": 1,
+    "sliding_window": 128,
+    "num_nextn_predict_layers": 0,
+}
+
+
+def shrink(config: dict[str, Any], *, keep_vocabulary: bool) -> dict[str, Any]:
+    """The small copy.
+
+    Args:
+        config: a full ``config.json``.
+        keep_vocabulary: the model's own tokenizer will be used, so token ids stay as they are.
+    """
+    small = copy.deepcopy(config)
+    text = text_part(small)
+    old_hidden = text["hidden_size"]
+    layers = _layers(text)
+    for name in ("layer_types", "no_rope_layers"):
+        if isinstance(text.get(name), list):
+            text[name] = text[name][:layers]
+    text["num_hidden_layers"] = layers
+    if "max_window_layers" in text:
+        text["max_window_layers"] = min(text["max_window_layers"], layers)
+    for name, most in _AT_MOST.items():
+        if isinstance(text.get(name), int):
+            text[name] = min(text[name], most)
+    _heads(text)
+    text["intermediate_size"] = 2 * text["hidden_size"]
+    if "initializer_range" in text:
+        text["initializer_range"] = 0.08  # so that layers and positions differ by more than rounding
+    if not keep_vocabulary:
+        _vocabulary(small, text)
+    _vision(small, old_hidden, text["hidden_size"])
+    return small
+
+
+def _layers(text: dict[str, Any]) -> int:
+    """So many that every kind of layer occurs, and at least four."""
+    kinds = text.get("layer_types")
+    needed = 4
+    if kinds:
+        needed = max(needed, max(kinds.index(kind) for kind in set(kinds)) + 1)
+    for name in ("full_attention_interval", "sliding_window_pattern", "_sliding_window_pattern"):
+        if isinstance(text.get(name), int):
+            needed = max(needed, text[name])
+    return min(needed, int(text["num_hidden_layers"]))
+
+
+def _heads(text: dict[str, Any]) -> None:
+    """Fewer heads of the same width: kernels know only some widths."""
+    heads = text["num_attention_heads"]
+    width = text.get("head_dim") or text["hidden_size"] // heads
+    shared = heads // max(1, text.get("num_key_value_heads") or heads)
+    text["num_attention_heads"] = HEADS
+    if "num_key_value_heads" in text:
+        text["num_key_value_heads"] = HEADS if shared == 1 else 2
+    text["hidden_size"] = HEADS * width
+
+
+def _vocabulary(config: dict[str, Any], text: dict[str, Any]) -> None:
+    text["vocab_size"] = VOCABULARY
+    following = iter(range(VOCABULARY - 1, 0, -1))
+    for part in (config, text):
+        for name, value in part.items():
+            if not name.endswith("_token_id") or value is None:
+                continue
+            special = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
+            part[name] = special[name] if name in special else next(following)
+
+
+def _vision(config: dict[str, Any], old_hidden: int, new_hidden: int) -> None:
+    vision = config.get("vision_config")
+    if not isinstance(vision, dict):
+        return
+    for name in ("depth", "num_hidden_layers"):
+        if name in vision:
+            vision[name] = min(vision[name], 3)
+    if "deepstack_visual_indexes" in vision:
+        vision["deepstack_visual_indexes"] = [0, 1, 2][: len(vision["deepstack_visual_indexes"])]
+    for name in ("out_hidden_size", "text_hidden_size", "mm_hidden_size"):
+        if vision.get(name) == old_hidden or name == "out_hidden_size":
+            vision[name] = new_hidden
