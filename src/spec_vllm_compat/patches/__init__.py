@@ -8,9 +8,15 @@ from __future__ import annotations
 
 from spec_vllm_compat.patches import (
     aux_hidden_states,
+    block_size,
+    cpu_kv_cache_space,
     forward_hooks,
     is_encoder_decoder,
+    kv_cache_groups,
+    kv_cache_layout,
     kv_cache_specs,
+    kv_cache_specs_required,
+    kv_planning_module,
     lifecycle,
     memory_query,
     prefill_steps,
@@ -20,7 +26,10 @@ from spec_vllm_compat.patches import (
     result_order,
     scheduler_block_size,
     start_method,
+    transformers_5,
     two_phase,
+    utils_hashing,
+    warm_up,
 )
 from spec_vllm_compat.seams import PatchSet
 
@@ -29,11 +38,20 @@ PATCH_SETS: tuple[PatchSet, ...] = (
     two_phase.PATCH_SET,
     reply_rank.PATCH_SET,
     forward_hooks.PATCH_SET,
+    transformers_5.PATCH_SET,
+    utils_hashing.PATCH_SET,
+    kv_planning_module.PATCH_SET,
     is_encoder_decoder.PATCH_SET,
+    block_size.PATCH_SET,
+    kv_cache_layout.PATCH_SET,
+    kv_cache_groups.PATCH_SET,  # before the next two: they see the groups
     kv_cache_specs.PATCH_SET,
+    kv_cache_specs_required.PATCH_SET,
     scheduler_block_size.PATCH_SET,
     request_eos_token_id.PATCH_SET,
+    warm_up.PATCH_SET,
     memory_query.PATCH_SET,
+    cpu_kv_cache_space.PATCH_SET,
     start_method.PATCH_SET,
     prefix_caching.PATCH_SET,
     prefill_steps.PATCH_SET,
