@@ -8,9 +8,10 @@ import sys
 import textwrap
 from pathlib import Path
 
-GENERATOR = '''
+GENERATOR = """
 import torch
 from vllm.everything import *
+from vllm.everything import _get_kv_cache_groups_uniform_spec
 
 class VllmHiddenStatesGenerator:
     def __init__(self):
@@ -20,9 +21,9 @@ class VllmHiddenStatesGenerator:
         SchedulerConfig(max_model_len=1)
     def _setup_capture(self): pass
     def generate(self, token_ids): return []
-'''
+"""
 
-VLLM = '''
+VLLM = """
 class SchedulerConfig:
     def __init__(self, max_model_len, is_encoder_decoder): pass
 class CacheConfig:
@@ -43,18 +44,23 @@ class MultiprocExecutor:
     def execute_model(self, output): pass
     def sample_tokens(self, output): pass
     def shutdown(self): pass
+def unify_hybrid_kv_cache_specs(kv_cache_spec): pass
+def _get_kv_cache_groups_uniform_spec(kv_cache_spec): pass
+def get_kv_cache_groups(vllm_config, kv_cache_spec): pass
 def get_kv_cache_config_from_groups(vllm_config, kv_cache_groups=None): pass
-'''
+"""
 
-TORCH = '''
+TORCH = """
 class Tensor: pass
 class dtype: pass
 class cuda:
     mem_get_info = empty_cache = is_available = staticmethod(lambda: False)
-'''
+"""
 
 
-def environment(folder: Path, *, speculators: str | None = "0.3.0", vllm: str | None = "0.16.0", code: str = VLLM) -> Path:
+def environment(
+    folder: Path, *, speculators: str | None = "0.3.0", vllm: str | None = "0.16.0", code: str = VLLM
+) -> Path:
     """A site folder with a fake speculators, vLLM and torch of the given versions (None: not installed)."""
     site = folder / "site"
     (site / "torch").mkdir(parents=True)

@@ -37,7 +37,9 @@ def right(generator, small_model, reference):
 BAD_INPUT = [
     pytest.param([], "token_ids is empty", id="empty batch"),
     pytest.param([[5, 6], []], r"token_ids\[1\] is empty", id="empty sequence"),
-    pytest.param([[5, 6], [5, 512]], r"token_ids\[1\]\[1\] is 512: outside the vocabulary \[0, 512\)", id="past the end"),
+    pytest.param(
+        [[5, 6], [5, 512]], r"token_ids\[1\]\[1\] is 512: outside the vocabulary \[0, 512\)", id="past the end"
+    ),
     pytest.param([[5, -1]], r"token_ids\[0\]\[1\] is -1", id="negative"),
     pytest.param([[5, 2**31]], r"is 2147483648: outside", id="more than 31 bits"),
     pytest.param([[5, 1.5]], "expected a list of integers", id="not an integer"),
@@ -223,7 +225,9 @@ def test_the_repair_of_the_truth_value_alone_is_noticed(generator, batch, right,
         right(batch(30))
 
 
-def test_a_small_kv_cache_gives_right_rows_or_an_error(build, small_model, generator_module, batch, reference, monkeypatch):
+def test_a_small_kv_cache_gives_right_rows_or_an_error(
+    build, small_model, generator_module, batch, reference, monkeypatch
+):
     from reference import FLOAT32, assert_rows
 
     from spec_vllm_compat import InvalidBatchError

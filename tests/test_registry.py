@@ -44,7 +44,12 @@ def test_a_pair_that_cannot_work_is_refused_in_one_sentence(
     tmp_path: Path, speculators: str | None, vllm: str | None, said: str
 ) -> None:
     site = fakes.environment(tmp_path, speculators=speculators, vllm=vllm)
-    for attempt in (IMPORT, IMPORT.replace("import spec", "try:\n    import speculators.data_generation\nexcept ImportError: pass\nimport spec")):
+    for attempt in (
+        IMPORT,
+        IMPORT.replace(
+            "import spec", "try:\n    import speculators.data_generation\nexcept ImportError: pass\nimport spec"
+        ),
+    ):
         done = fakes.run(site, attempt)
         assert done.returncode == 1
         assert last_line(done.stderr).startswith("spec_vllm_compat.errors.UnsupportedVersionError"), done.stderr
@@ -75,7 +80,9 @@ print("failure" if spec_vllm_compat.report().failure else "no failure")
     assert done.returncode == 0, done.stderr
     first, second, failure = done.stdout.strip().splitlines()
     assert first == second
-    assert first.startswith("reply_rank | patch set 'reply_rank' cannot be applied: expected MultiprocExecutor.collective")
+    assert first.startswith(
+        "reply_rank | patch set 'reply_rank' cannot be applied: expected MultiprocExecutor.collective"
+    )
     assert "found no such parameter" in first
     assert failure == "failure"
 
@@ -166,7 +173,9 @@ def test_undo_is_exact_and_twice_is_once(tmp_path: Path, order: str) -> None:
 
 
 def test_every_symbol_has_one_owner(tmp_path: Path) -> None:
-    code = IMPORT + """
+    code = (
+        IMPORT
+        + """
 import spec_vllm_compat.registry as r
 from dataclasses import replace
 from spec_vllm_compat import patches, seams
@@ -179,6 +188,7 @@ try:
 except spec_vllm_compat.PatchError as error:
     print(error)
 """
+    )
     done = fakes.run(fakes.environment(tmp_path), code)
     owners, error = done.stdout.strip().splitlines()
     assert int(owners) > 15

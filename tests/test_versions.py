@@ -45,7 +45,8 @@ def test_nothing_installed(site: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["0.16.0", "0.16.0rc2.dev123+gabc", "0.16.0+cu129", "0.16.0+cpu", "0.16.0rc1", "0.16.0.post2", "0.16.1.dev7+g1"]
+    "text",
+    ["0.16.0", "0.16.0rc2.dev123+gabc", "0.16.0+cu129", "0.16.0+cpu", "0.16.0rc1", "0.16.0.post2", "0.16.1.dev7+g1"],
 )
 def test_a_016_is_a_016(site: Path, text: str) -> None:
     module(site, "vllm", {"_version.py": f"version: str\n__version__ = version = '{text}'\n"})

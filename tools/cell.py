@@ -47,7 +47,9 @@ def main() -> int:
     arguments.result.parent.mkdir(parents=True, exist_ok=True)
     arguments.result.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     wrong = [case for case in result["cases"] if case["outcome"] in ("wrong", "unexpectedly right")]
-    print(f"{result['vllm']} / {result['speculators']}: {result['right']} of {result['total']} right, {result['seconds']} s")
+    print(
+        f"{result['vllm']} / {result['speculators']}: {result['right']} of {result['total']} right, {result['seconds']} s"
+    )
     return 1 if wrong or result["error"] or not result["cases"] else 0
 
 
@@ -58,7 +60,7 @@ def supervise(arguments: argparse.Namespace) -> dict[str, Any]:
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
         "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"),
         # The models are tiny: one thread is enough, and it does not wait for others on a busy machine.
-        "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
+        "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND") or _unbound(),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "HF_HUB_OFFLINE": "1",
     }
@@ -84,9 +86,12 @@ def supervise(arguments: argparse.Namespace) -> dict[str, Any]:
                 print(f"  {'ok   ' if entry['right'] else 'FAIL '} {entry['id']}: {entry['note']}", flush=True)
             status = child.wait()
             timer.cancel()
+        stderr.seek(0)
+        tail = [line.rstrip() for line in stderr.readlines() if line.strip()][-40:]
+        if not all(case["right"] for case in cases):
+            print(*tail, sep="\n")
         if status:
-            stderr.seek(0)
-            tail = [line.rstrip() for line in stderr.readlines() if line.strip()][-12:]
+            tail = tail[-12:]
             said = f"killed after {arguments.timeout:.0f} s" if status == -9 else f"exit status {status}"
             error = "\n".join([said, *tail])
             print(error)
@@ -105,6 +110,13 @@ def supervise(arguments: argparse.Namespace) -> dict[str, Any]:
         "error": error,
         "cases": cases,
     }
+
+
+def _unbound() -> str:
+    sys.path.insert(0, str(ROOT / "src"))
+    from spec_vllm_compat.versions import detect
+
+    return "auto" if detect().vllm.matches("<0.11.1") else "nobind"  # 0.11.0 does not know the word
 
 
 def _kill_after(child: subprocess.Popen[str], seconds: float) -> Any:
@@ -126,7 +138,6 @@ def versions() -> dict[str, Any]:
                 continue
         return None
 
-    sys.path.insert(0, str(ROOT / "src"))
     from spec_vllm_compat.versions import detect
 
     return {
@@ -295,9 +306,7 @@ def build_model(path: Path, family: str) -> None:
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 6, "head_dim": 32}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16384}
     tokens = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
-    config = AutoConfig.for_model(
-        family, **sizes, **heads, **tokens, initializer_range=0.08, tie_word_embeddings=False
-    )
+    config = AutoConfig.for_model(family, **sizes, **heads, **tokens, initializer_range=0.08, tie_word_embeddings=False)
     AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(path)
     tokenizer = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCABULARY)}, unk_token="t2"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()

@@ -123,8 +123,10 @@ class _Gate:
     """
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name == "speculators" and _is_import() and not any(
-            finder.find_spec(name, None) for finder in sys.meta_path if finder is not self
+        if (
+            name == "speculators"
+            and _is_import()
+            and not any(finder.find_spec(name, None) for finder in sys.meta_path if finder is not self)
         ):
             raise support.no_speculators()
         if name in ("speculators", GENERATOR_PACKAGE) and _is_import() and detect().speculators.present:

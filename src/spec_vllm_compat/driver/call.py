@@ -111,8 +111,7 @@ class Call:
         for request_id, position in self._position.items():
             if self._filled[position] != len(self.prompts[position]):
                 raise ExtractionError(
-                    f"request {request_id}: expected {len(self.prompts[position])} rows; "
-                    f"found {self._filled[position]}"
+                    f"request {request_id}: expected {len(self.prompts[position])} rows; found {self._filled[position]}"
                 )
         if len(self._position) != len(self.prompts):
             raise ExtractionError(f"{len(self.prompts)} sequences, but {len(self._position)} requests")

@@ -31,11 +31,13 @@ def _probe(_target: Target) -> Probe:
 
 
 def _adapt(_target: Target, keywords: dict[str, Any]) -> None:
+    space = float(os.environ.get(VARIABLE) or 0)  # 0 means "not set", as in vLLM
+    if space <= 0:
+        return
     from vllm.platforms import current_platform
 
-    space = os.environ.get(VARIABLE)
-    if space and float(space) > 0 and current_platform.is_cpu():  # 0 means "not set", as in vLLM
-        keywords["available_memory"] = min(keywords["available_memory"], int(float(space) * 2**30))
+    if current_platform.is_cpu():
+        keywords["available_memory"] = min(keywords["available_memory"], int(space * 2**30))
 
 
 def _changes(_target: Target) -> tuple[Change, ...]:

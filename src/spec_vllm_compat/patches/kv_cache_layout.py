@@ -49,8 +49,12 @@ def _probe(target: Target) -> Probe:
     known = {"self", "layout_name", _INTERLEAVE}
     unknown = set(inspect.signature(executor.set_kv_cache_layout).parameters) - known
     if unknown or not hasattr(executor, "get_supported_kv_cache_layouts"):
-        found = f"set_kv_cache_layout with {sorted(unknown)} besides" if unknown else "no get_supported_kv_cache_layouts"
-        raise SeamMissing("MultiprocExecutor.get_supported_kv_cache_layouts and set_kv_cache_layout(layout_name)", found)
+        found = (
+            f"set_kv_cache_layout with {sorted(unknown)} besides" if unknown else "no get_supported_kv_cache_layouts"
+        )
+        raise SeamMissing(
+            "MultiprocExecutor.get_supported_kv_cache_layouts and set_kv_cache_layout(layout_name)", found
+        )
     return Probe(True, "the layout has to be resolved before planning")
 
 

@@ -33,23 +33,28 @@ def _probe(target: Target) -> Probe:
     return Probe(required, "Scheduler takes a block size" if required else "Scheduler reads the block size itself")
 
 
-def _adapt(target: Target, keywords: dict[str, Any]) -> None:
-    from vllm.v1.core import kv_cache_utils
-
-    vllm_config, kv_cache_config = keywords["vllm_config"], keywords["kv_cache_config"]
-    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+def _measure(_target: Target, keywords: dict[str, Any]) -> None:
+    vllm_config = keywords["vllm_config"]
+    specs = [group.kv_cache_spec for group in keywords["kv_cache_config"].kv_cache_groups]
     # As the engine does: groups that cannot take part in prefix caching do not count, unless there are no others.
     specs = [spec for spec in specs if getattr(spec, "prefix_cacheable", True)] or specs
     if specs:
         vllm_config.cache_config.block_size = min(spec.block_size for spec in specs)
     keywords["block_size"] = vllm_config.cache_config.block_size
-    if "hash_block_size" in target.parameters("Scheduler"):
-        both = kv_cache_utils.resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
-        keywords["block_size"], keywords["hash_block_size"] = both
 
 
-def _changes(_target: Target) -> tuple[Change, ...]:
-    return (Keyword("Scheduler", "block_size", _adapt),)
+def _resolve(_target: Target, keywords: dict[str, Any]) -> None:
+    from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+
+    both = resolve_kv_cache_block_sizes(keywords["kv_cache_config"], keywords["vllm_config"])
+    keywords["block_size"], keywords["hash_block_size"] = both
+
+
+def _changes(target: Target) -> tuple[Change, ...]:
+    measured = Keyword("Scheduler", "block_size", _measure)
+    if "hash_block_size" not in target.parameters("Scheduler"):
+        return (measured,)
+    return (measured, Keyword("Scheduler", "hash_block_size", _resolve))
 
 
 PATCH_SET = PatchSet(RECORD, _probe, _changes)

@@ -56,7 +56,9 @@ def residual_stream(output: Any, out: torch.Tensor | None, rows: int) -> torch.T
     tensors = [part for part in (hidden, residual) if part is not None]
     if not tensors or any(not isinstance(t, torch.Tensor) or t.dim() != 2 or len(t) < rows for t in tensors):
         form = [tuple(t.shape) if isinstance(t, torch.Tensor) else type(t).__name__ for t in tensors]
-        raise CaptureError(f"expected a layer output of [tokens >= {rows}, hidden_size], with or without residual; found {form}")
+        raise CaptureError(
+            f"expected a layer output of [tokens >= {rows}, hidden_size], with or without residual; found {form}"
+        )
     if residual is None:
         return hidden[:rows].clone() if out is None else out.copy_(hidden[:rows])
     if hidden.shape != residual.shape or hidden.dtype is not residual.dtype:
