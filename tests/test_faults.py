@@ -103,12 +103,16 @@ def test_an_interrupt_leaves_nothing_behind(generator, batch, right):
     timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     with pytest.raises(KeyboardInterrupt):
-        for _ in range(50):
-            generator.generate(prompts)
+        _generate_for_ever(generator, prompts)
     timer.join()
     assert not generator.scheduler.requests
     assert generator.executor.session.call is None
     right(batch(40, 9, seed=2))
+
+
+def _generate_for_ever(generator: Any, prompts: list[list[int]]) -> None:
+    for _ in range(50):
+        generator.generate(prompts)
 
 
 def test_no_request_is_left_in_scheduler_or_workers(generator, batch):
@@ -151,7 +155,7 @@ def _swap_requests(step: Any) -> Any:
 
 
 def _swap_rows_of_requests(step: Any) -> Any:
-    first, second, *rest = step.chunks
+    first, second, *_rest = step.chunks
     assert first.rows == second.rows
     order = [*range(first.rows, 2 * first.rows), *range(first.rows), *range(2 * first.rows, step.rows.shape[1])]
     return dataclasses.replace(step, rows=step.rows[:, order].copy(), peaks=step.peaks[:, order].copy())
@@ -221,7 +225,7 @@ def test_the_repair_of_the_truth_value_alone_is_noticed(generator, batch, right,
         return TruthValue(value[0]) if isinstance(value, list) else value
 
     monkeypatch.setattr(type(generator.executor), "decode_reply", rows_as_layers)
-    with pytest.raises(ExtractionError, match="3 layers asked for, 30 returned|expected 30 rows"):
+    with pytest.raises(ExtractionError, match=r"3 layers asked for, 30 returned|expected 30 rows"):
         right(batch(30))
 
 
@@ -229,7 +233,6 @@ def test_a_small_kv_cache_gives_right_rows_or_an_error(
     build, small_model, generator_module, batch, reference, monkeypatch
 ):
     from reference import FLOAT32, assert_rows
-
     from spec_vllm_compat import InvalidBatchError
 
     plan = generator_module.get_kv_cache_config_from_groups

@@ -102,8 +102,8 @@ def test_an_error_in_the_constructor_ends_the_workers(build, small_model, genera
 
 
 def test_a_worker_that_runs_something_else_is_refused(build, small_model, monkeypatch):
-    import spec_vllm_compat.patches.forward_hooks as forward_hooks
     from spec_vllm_compat import WorkerMismatchError
+    from spec_vllm_compat.patches import forward_hooks
 
     before = children()
     monkeypatch.setattr(forward_hooks, "__version__", "99.0")

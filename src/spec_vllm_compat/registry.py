@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import wrapt
@@ -122,7 +122,7 @@ class _Gate:
     A post-import hook would come too late: the module's own imports fail first, with a message about some name in vLLM.
     """
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+    def find_spec(self, name: str, _path: Any = None, _target: Any = None) -> ModuleSpec | None:
         if (
             name == "speculators"
             and _is_import()
@@ -146,7 +146,7 @@ _GATE = _Gate()
 
 def _is_import() -> bool:
     """Whether the finder is asked by an import, and not by somebody who only wants to know (``find_spec``)."""
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__") == "importlib._bootstrap":
         if frame.f_code.co_name == "_find_and_load":
             return True

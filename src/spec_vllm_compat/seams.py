@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import wrapt
 
@@ -27,6 +27,12 @@ from spec_vllm_compat.versions import Versions
 GENERATOR_MODULE = "speculators.data_generation.vllm_hidden_states_generator"
 GENERATOR_CLASS = "VllmHiddenStatesGenerator"
 _ABSENT = object()
+
+if TYPE_CHECKING:
+    Mixin: Any = object
+else:
+    #: Base of classes that only exist to be mixed into a class of vLLM: their ``super()`` is that class.
+    Mixin = object
 
 
 @dataclass(frozen=True)
@@ -238,7 +244,7 @@ def _compose(target: Target, original: Any, changes: list[Any]) -> Any:
 
     # Above the mixins in the method resolution order, so that no mixin sees the old keywords.
     namespace = {"__module__": original.__module__, "__doc__": original.__doc__}
-    adapter = type(original.__name__, (*mixins, original), {**namespace, "__init__": construct})
+    adapter: Any = type(original.__name__, (*mixins, original), {**namespace, "__init__": construct})
     return adapter
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from spec_vllm_compat.errors import ExtractionError
 from spec_vllm_compat.records import Kind, Record
-from spec_vllm_compat.seams import Change, Members, PatchSet, Probe, Target
+from spec_vllm_compat.seams import Change, Members, Mixin, PatchSet, Probe, Target
 
 RECORD = Record(
     id="aux_hidden_states",
@@ -26,7 +26,7 @@ RECORD = Record(
 )
 
 
-class AuxHiddenStates:
+class AuxHiddenStates(Mixin):
     """Gives the reply to ``_get_captured_states`` the form that this speculators takes."""
 
     session: Any

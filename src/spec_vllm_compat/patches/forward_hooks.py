@@ -9,7 +9,7 @@ from spec_vllm_compat.driver.session import Session
 from spec_vllm_compat.errors import WorkerMismatchError
 from spec_vllm_compat.protocol import EXTENSION, WANTED, Identity
 from spec_vllm_compat.records import Kind, Process, Record
-from spec_vllm_compat.seams import Change, Keyword, Members, PatchSet, Probe, SeamMissing, Target
+from spec_vllm_compat.seams import Change, Keyword, Members, Mixin, PatchSet, Probe, SeamMissing, Target
 
 RECORD = Record(
     id="forward_hooks",
@@ -33,7 +33,7 @@ RECORD = Record(
 )
 
 
-class WorkerHandshake:
+class WorkerHandshake(Mixin):
     """Starts the session of a generator and makes sure that every worker runs what the driver runs."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -48,13 +48,13 @@ class WorkerHandshake:
             if (ready := getattr(self, "workers_ready", None)) is not None:
                 ready()
         except BaseException:
-            self.shutdown()  # type: ignore[attr-defined]
+            self.shutdown()
             raise
 
     def _shake_hands(self) -> None:
-        from spec_vllm_compat.patches import PATCH_SETS
-
         import vllm
+
+        from spec_vllm_compat.patches import PATCH_SETS
 
         expected = tuple(sorted(p.record.id for p in PATCH_SETS if p.record.process is Process.WORKER))
         identities: list[Identity] = self.session.ask(self, "identify")

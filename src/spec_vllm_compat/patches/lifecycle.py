@@ -7,7 +7,7 @@ from typing import Any
 from spec_vllm_compat.driver.call import Call, prompts_of
 from spec_vllm_compat.errors import CompatError
 from spec_vllm_compat.records import Kind, Record
-from spec_vllm_compat.seams import Change, Members, PatchSet, Probe, Target, Wrap
+from spec_vllm_compat.seams import Change, Members, Mixin, PatchSet, Probe, Target, Wrap
 
 RECORD = Record(
     id="lifecycle",
@@ -27,14 +27,14 @@ RECORD = Record(
 )
 
 
-class Shutdown:
+class Shutdown(Mixin):
     """Ends the workers once; speculators, vLLM and the interpreter's exit each ask for it."""
 
     def shutdown(self) -> None:
         if vars(self).get("_spec_vllm_compat_ended"):
             return
         self._spec_vllm_compat_ended = True
-        super().shutdown()  # type: ignore[misc]
+        super().shutdown()
         finalizer = getattr(self, "_finalizer", None)
         if finalizer is not None:  # it holds a reference to this executor until the interpreter exits
             finalizer.detach()

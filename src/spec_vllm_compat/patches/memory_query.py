@@ -59,7 +59,7 @@ def _nothing(*_args: Any, **_kwargs: Any) -> None:
     return None
 
 
-class _Cuda(wrapt.ObjectProxy):  # type: ignore[misc]
+class _Cuda(wrapt.ObjectProxy):  # type: ignore[type-arg]
     """``torch.cuda`` as the generator module sees it."""
 
     def __init__(self, wrapped: Any) -> None:
@@ -76,7 +76,7 @@ class _Cuda(wrapt.ObjectProxy):  # type: ignore[misc]
         return self._self_empty_cache
 
 
-class _Torch(wrapt.ObjectProxy):  # type: ignore[misc]
+class _Torch(wrapt.ObjectProxy):  # type: ignore[type-arg]
     """``torch`` as the generator module sees it: the same, but for ``torch.cuda``."""
 
     def __init__(self, wrapped: Any) -> None:

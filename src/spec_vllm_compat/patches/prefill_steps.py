@@ -7,7 +7,7 @@ from typing import Any
 
 from spec_vllm_compat.errors import ExtractionError, InvalidBatchError
 from spec_vllm_compat.records import Kind, Record
-from spec_vllm_compat.seams import Change, Members, PatchSet, Probe, SeamMissing, Target
+from spec_vllm_compat.seams import Change, Members, Mixin, PatchSet, Probe, SeamMissing, Target
 
 RECORD = Record(
     id="prefill_steps",
@@ -22,12 +22,12 @@ RECORD = Record(
     source="vllm/config/scheduler.py, line 74 in 0.11.1; vllm/v1/core/sched/scheduler.py, line 431 in 0.11.0",
     vllm=">=0.11",
     speculators=">=0.3,<0.5",
-    probed_by="whether Scheduler has `requests`, `schedule`, `add_request`, `finish_requests` and a KV cache manager",
+    probed_by="whether Scheduler has `schedule`, `add_request` and `finish_requests`",
     remove_when="never while speculators' in-process generator is supported",
 )
 
 
-class PrefillSteps:
+class PrefillSteps(Mixin):
     """A scheduler that ends a request exactly when its prompt has been computed.
 
     A request is let in only while the KV cache has room for the whole prompts of all that are in. So none is ever
@@ -49,12 +49,12 @@ class PrefillSteps:
         self._held().append(request)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        self._finish(request_id for request_id in list(self.requests) if self._prefilled(request_id))  # type: ignore[attr-defined]
+        self._finish(request_id for request_id in list(self.requests) if self._prefilled(request_id))
         self._admit()
-        output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        output = super().schedule(*args, **kwargs)
         if output.total_num_scheduled_tokens == 0:
-            if self.requests or self._held():  # type: ignore[attr-defined]
-                waiting = [*self.requests, *(request.request_id for request in self._held())]  # type: ignore[attr-defined]
+            if self.requests or self._held():
+                waiting = [*self.requests, *(request.request_id for request in self._held())]
                 raise ExtractionError(f"the scheduler stopped with prompts left over: {', '.join(waiting)}")
             if output.finished_req_ids:
                 # speculators ends its loop here; without this step the workers would keep these requests for ever.
@@ -69,38 +69,39 @@ class PrefillSteps:
     def abandon(self) -> None:
         """Drop every request, after an error or an interrupt."""
         self._held().clear()
-        self._finish(list(self.requests))  # type: ignore[attr-defined]
+        self._finish(list(self.requests))
 
     def _finish(self, request_ids: Iterable[str], status: Any = None) -> None:
         from vllm.v1.request import RequestStatus
 
         ids = list(request_ids)
         if ids:
-            super().finish_requests(ids, status or RequestStatus.FINISHED_ABORTED)  # type: ignore[misc]
+            super().finish_requests(ids, status or RequestStatus.FINISHED_ABORTED)
 
     def _prefilled(self, request_id: str) -> bool:
-        request = self.requests.get(request_id)  # type: ignore[attr-defined]
+        request = self.requests.get(request_id)
         return request is not None and request.num_computed_tokens >= request.num_prompt_tokens
 
     def _admit(self) -> None:
-        free = self._capacity() - sum(self._blocks(request) for request in self.requests.values())  # type: ignore[attr-defined]
+        free = self._capacity() - sum(self._blocks(request) for request in self.requests.values())
         held = self._held()
         while held and self._blocks(held[0]) <= free:
             request = held.pop(0)
             free -= self._blocks(request)
-            super().add_request(request)  # type: ignore[misc]
+            super().add_request(request)
 
     def _held(self) -> list[Any]:
-        return self.__dict__.setdefault("_spec_vllm_compat_held", [])
+        held: list[Any] = self.__dict__.setdefault("_spec_vllm_compat_held", [])
+        return held
 
     def _blocks(self, request: Any) -> int:
         """KV cache blocks of a whole prompt and its next token, all groups of layers together."""
         tokens = request.num_prompt_tokens + 1
-        groups = self.kv_cache_config.kv_cache_groups  # type: ignore[attr-defined]
+        groups = self.kv_cache_config.kv_cache_groups
         return sum(-(-tokens // group.kv_cache_spec.block_size) for group in groups)
 
     def _capacity(self) -> int:
-        return self.kv_cache_config.num_blocks - 1  # type: ignore[attr-defined,no-any-return]  # block 0 is the null block
+        return int(self.kv_cache_config.num_blocks) - 1  # block 0 is the null block
 
 
 def _probe(target: Target) -> Probe:

@@ -7,7 +7,7 @@ from typing import Any
 
 from spec_vllm_compat.patches.aux_hidden_states import by_request
 from spec_vllm_compat.records import Kind, Record
-from spec_vllm_compat.seams import Change, Members, PatchSet, Probe, SeamMissing, Target
+from spec_vllm_compat.seams import Change, Members, Mixin, PatchSet, Probe, SeamMissing, Target
 
 RECORD = Record(
     id="reply_rank",
@@ -42,15 +42,15 @@ def _probe(target: Target) -> Probe:
 def _changes(target: Target) -> tuple[Change, ...]:
     vllm_unwraps, speculators_unwrapped = _unwraps(target), by_request(target)
 
-    class ReplyRank:
+    class ReplyRank(Mixin):
         """Hands speculators the reply of one rank in the form it expects."""
 
         def collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> Any:
-            reply = super().collective_rpc(method, *args, **kwargs)  # type: ignore[misc]
+            reply = super().collective_rpc(method, *args, **kwargs)
             if kwargs.get("unique_reply_rank") is None or kwargs.get("non_block"):
                 return reply
             value = reply if vllm_unwraps else reply[0]
-            value = self.decode_reply(method, value)  # type: ignore[attr-defined]
+            value = self.decode_reply(method, value)
             return value if speculators_unwrapped else [value]
 
     return (Members("MultiprocExecutor", ReplyRank),)

@@ -14,7 +14,7 @@ from typing import Any
 
 from spec_vllm_compat.errors import PatchError
 from spec_vllm_compat.records import Kind, Record
-from spec_vllm_compat.seams import Change, Members, PatchSet, Probe, SeamMissing, Target
+from spec_vllm_compat.seams import Change, Members, Mixin, PatchSet, Probe, SeamMissing, Target
 
 RECORD = Record(
     id="start_method",
@@ -38,7 +38,7 @@ METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 logger = logging.getLogger("spec_vllm_compat")
 
 
-class StartMethod:
+class StartMethod(Mixin):
     """Starts workers in a way that works, or says why the user's choice cannot."""
 
     def _init_executor(self) -> None:
@@ -47,7 +47,7 @@ class StartMethod:
         if current_platform.is_cuda_alike():
             _choose()
         with _main_kept_from_children():
-            super()._init_executor()  # type: ignore[misc]
+            super()._init_executor()
 
 
 def _choose() -> None:

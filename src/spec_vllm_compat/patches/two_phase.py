@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from spec_vllm_compat.records import Kind, Process, Record
-from spec_vllm_compat.seams import Change, Members, PatchSet, Probe, Target
+from spec_vllm_compat.seams import Change, Members, Mixin, PatchSet, Probe, Target
 
 RECORD = Record(
     id="two_phase",
@@ -27,15 +27,15 @@ RECORD = Record(
 )
 
 
-class TwoPhase:
+class TwoPhase(Mixin):
     """One remote call a step: execute, clear or sample, hand over the rows."""
 
     session: Any
 
-    def execute_model(self, scheduler_output: Any, non_block: bool = False) -> None:
+    def execute_model(self, scheduler_output: Any, *_args: Any, **_kwargs: Any) -> None:
         self.session.step(self, scheduler_output)
 
-    def sample_tokens(self, grammar_output: Any = None, non_block: bool = False) -> None:
+    def sample_tokens(self, *_args: Any, **_kwargs: Any) -> None:
         """Nothing is left to do: :meth:`execute_model` leaves no pending state."""
 
 

@@ -22,7 +22,7 @@ class HiddenStatesCapture:
     def spec_vllm_compat_ask(self, request: str, *args: Any) -> Answer:
         """Answer ``identify``, ``capture`` or ``step``. Never raises: see :class:`Answer`."""
         try:
-            handler = {"identify": _identify, "capture": _capture, "step": _step}[request]
+            handler: Any = {"identify": _identify, "capture": _capture, "step": _step}[request]
             return Answer(handler(self, *args))
         except Exception as error:  # noqa: BLE001 - it is raised again in the driver
             return Answer(error=f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
@@ -64,9 +64,11 @@ def _capture(worker: Any, layer_ids: tuple[int, ...]) -> Capturing:
     before = vars(worker).pop("_spec_vllm_compat", None)
     if before is not None:
         before.remove()
-    worker._spec_vllm_compat = Capture(worker, layer_ids, keep=get_tp_group().rank_in_group == 0)
-    return worker._spec_vllm_compat.capturing
+    capture = Capture(worker, layer_ids, keep=get_tp_group().rank_in_group == 0)
+    worker._spec_vllm_compat = capture
+    return capture.capturing
 
 
 def _step(worker: Any, scheduler_output: Any) -> Step:
-    return worker._spec_vllm_compat.step(worker, scheduler_output)
+    capture: Capture = worker._spec_vllm_compat
+    return capture.step(worker, scheduler_output)
