@@ -63,6 +63,7 @@ def supervise(arguments: argparse.Namespace) -> dict[str, Any]:
         "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND") or _unbound(),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "HF_HUB_OFFLINE": "1",
+        "PYTHONDONTWRITEBYTECODE": "",  # every worker process imports all of vLLM
     }
     began = time.monotonic()
     command = [sys.executable, __file__, *sys.argv[1:], "--child"]

@@ -52,7 +52,7 @@ def _plan(target: Target, keywords: dict[str, Any]) -> None:
 
 def _changes(_target: Target) -> tuple[Change, ...]:
     return (
-        Name("unify_hybrid_kv_cache_specs", lambda _target: lambda kv_cache_spec: None),
+        Name("unify_hybrid_kv_cache_specs", lambda _target: lambda _kv_cache_spec: None),
         Name("_get_kv_cache_groups_uniform_spec", lambda _target: lambda kv_cache_spec: kv_cache_spec),
         Keyword("get_kv_cache_config_from_groups", "kv_cache_groups", _plan),
     )
