@@ -1,7 +1,8 @@
 """The matrix of vLLM and speculators versions, one environment a cell. Run with nox, or ``make matrix CELLS=...``.
 
 Environment variables: CELLS (``0.32.0``, ``0.32.0/0.4.0.1``, ``/0.3.0``, ``all``; default: every cell without a result),
-KEEP=1 keeps the environments, RESULTS the folder for result files.
+KEEP=1 keeps the environments, RESULTS the folder for result files, PINS a requirements file with pins of a project that
+uses this library; they are installed on top.
 """
 
 from __future__ import annotations
@@ -55,6 +56,8 @@ def matrix(session: nox.Session, vllm: str, speculators: str) -> None:
         "wrapt",
         "packaging",
     )
+    if pins := os.environ.get("PINS"):
+        session.install("--override", str(overrides), "-r", pins)
     environment = Path(session.virtualenv.location)
     _alias(environment)
     variables = {"PYTHONPATH": "", "LD_PRELOAD": _preload(session, environment) if column.preload else ""}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import fakes
 import pytest
+
+import fakes
 
 IMPORT = """
 import spec_vllm_compat

@@ -1,8 +1,13 @@
-"""The columns of the matrix: every vLLM that we mean to support, and what its environment needs."""
+"""The columns of the matrix: every vLLM that we mean to support, and what its environment needs.
+
+python tools/columns.py [SEED]      # prints the cells for a pull request: oldest, 0.16.0, newest, and one by chance
+"""
 
 from __future__ import annotations
 
+import random
 import re
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -33,11 +38,43 @@ class Column:
 _TORCH = {"0.11": "2.8.0", "0.12": "2.9.1", "0.15": "2.10.0", "0.20": "2.11.0", "0.27": "2.13.0", "0.33": "2.14.0"}
 _TRANSFORMERS = {"0.11": "4.57.6", "0.24": "5.19.0", "0.31": "5.17.0", "0.32": "5.19.0"}
 _POST = {"0.11.0": "0.11.0.post2", "0.12.0": "0.12.0.post2"}  # the plain 0.11.0 finds no platform
-_RELEASES = """
-    0.11.0 0.11.1 0.11.2 0.12.0 0.13.0 0.14.0 0.14.1 0.15.0 0.15.1 0.16.0 0.17.0 0.17.1 0.18.0 0.18.1 0.19.0 0.19.1
-    0.20.0 0.20.1 0.20.2 0.21.0 0.22.0 0.22.1 0.23.0 0.24.0 0.25.0 0.25.1 0.26.0 0.27.0 0.27.1 0.28.0 0.29.0 0.30.0
-    0.31.0 0.32.0 0.33.0
-""".split()
+_RELEASES = [
+    "0.11.0",
+    "0.11.1",
+    "0.11.2",
+    "0.12.0",
+    "0.13.0",
+    "0.14.0",
+    "0.14.1",
+    "0.15.0",
+    "0.15.1",
+    "0.16.0",
+    "0.17.0",
+    "0.17.1",
+    "0.18.0",
+    "0.18.1",
+    "0.19.0",
+    "0.19.1",
+    "0.20.0",
+    "0.20.1",
+    "0.20.2",
+    "0.21.0",
+    "0.22.0",
+    "0.22.1",
+    "0.23.0",
+    "0.24.0",
+    "0.25.0",
+    "0.25.1",
+    "0.26.0",
+    "0.27.0",
+    "0.27.1",
+    "0.28.0",
+    "0.29.0",
+    "0.30.0",
+    "0.31.0",
+    "0.32.0",
+    "0.33.0",
+]
 _WITHOUT_CPU_BUILD = {"0.33.0"}
 
 
@@ -89,3 +126,15 @@ def cells(selection: Iterable[str]) -> list[tuple[Column, str]]:
             )
         chosen += [cell for cell in found if cell not in chosen]
     return chosen
+
+
+def for_a_pull_request(seed: str) -> list[str]:
+    """Oldest, 0.16.0, newest and one more cell that ``seed`` decides."""
+    runnable = [column.vllm for column in COLUMNS if column.package and column.vllm != "nightly"]
+    fixed = [f"{runnable[0]}/{SPECULATORS[0]}", f"0.16.0/{SPECULATORS[0]}", f"{runnable[-1]}/{SPECULATORS[-1]}"]
+    others = [f"{vllm}/{speculators}" for vllm in runnable for speculators in SPECULATORS]
+    return [*fixed, random.Random(seed).choice([cell for cell in others if cell not in fixed])]
+
+
+if __name__ == "__main__":
+    print(*for_a_pull_request(sys.argv[1] if len(sys.argv) > 1 else ""))
