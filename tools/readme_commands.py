@@ -1,6 +1,6 @@
 """Runs every command of a README's ```sh blocks; lines after the GPU heading are only resolved (they need a GPU's vLLM).
 
-    python tools/readme_commands.py README.md
+python tools/readme_commands.py README.md
 """
 
 from __future__ import annotations

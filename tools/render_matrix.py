@@ -1,4 +1,4 @@
-"""Write docs/support.md and the tested range from the result files of the matrix.
+"""Write docs/support.md and the table of tested versions from the result files of the matrix.
 
     python tools/render_matrix.py [--check]
 
@@ -96,22 +96,15 @@ def page() -> str:
 
 
 def tested() -> str:
-    """Requirement string from the oldest to the newest vLLM that was run and is as it should be."""
-    releases = [
-        column.vllm
-        for column in COLUMNS
-        if column.vllm != "nightly"
-        and any(passed(result) for (vllm, _), result in results().items() if vllm == column.vllm)
-    ]
-    failed = [
-        column.vllm
-        for column in COLUMNS
-        if column.vllm != "nightly"
-        and any(not passed(result) for (vllm, _), result in results().items() if vllm == column.vllm)
-    ]
-    newest = releases[-1].split(".")
-    text = f">={releases[0]},<{newest[0]}.{int(newest[1]) + 1}"
-    return ",".join([text, *(f"!={version}" for version in failed)])
+    """The table in support.py: what was run and is as it should be, and not more."""
+    lines = ["TESTED: dict[str, tuple[str, ...]] = {"]
+    for speculators in SPECULATORS:
+        ran = [vllm for (vllm, s), result in results().items() if s == speculators and passed(result)]
+        releases = [f'"{vllm}"' for vllm in ran if vllm != "nightly"]
+        one = f'    "{speculators}": ({", ".join(releases)}{"," if len(releases) == 1 else ""}),'
+        many = [f'    "{speculators}": (', *(f"        {release}," for release in releases), "    ),"]
+        lines += [one] if len(one) <= 120 else many
+    return "\n".join([*lines, "}  # end"])
 
 
 def main() -> int:
@@ -119,7 +112,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
     support = SUPPORT.read_text(encoding="utf-8")
-    wanted = {PAGE: page(), SUPPORT: re.sub(r'VLLM_TESTED = ".*"', f'VLLM_TESTED = "{tested()}"', support)}
+    wanted = {PAGE: page(), SUPPORT: re.sub(r"TESTED: dict.*?# end", tested(), support, flags=re.DOTALL)}
     stale = [path for path, text in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     for path in stale:
         print(
