@@ -214,6 +214,14 @@ print(scheduler.got, vllm_config.cache_config.block_size)
     assert ok(site, script).strip() == expected
 
 
+def test_the_scheduler_may_know_the_block_size(tmp_path: Path) -> None:
+    site = fakes.environment(
+        tmp_path, speculators="0.4.0", vllm="0.11.0", code=fakes.VLLM.replace(", block_size)", ")")
+    )
+    generator(site, "dict(kv_cache_specs=None)", "dict(kv_cache_specs=None); Scheduler(vllm_config=1, block_size=16)")
+    ok(site, IMPORT + "assert 'scheduler_own_block_size' in applied\nmodule.Scheduler(vllm_config=1, block_size=16)")
+
+
 def test_vllm_groups_the_layers(tmp_path: Path) -> None:
     code = fakes.VLLM.replace(
         GROUPS, "def get_kv_cache_groups(vllm_config, kv_cache_spec): return [sorted(kv_cache_spec)]"

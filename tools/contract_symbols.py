@@ -151,6 +151,18 @@ LEANS: tuple[Lean, ...] = (
         "generator, Scheduler(...)",
         "the block size of the workers is unknown",
     ),
+    Lean(
+        "kv_cache_specs_required",
+        "vllm.v1.kv_cache_interface:KVCacheGroupSpec.kv_cache_spec",
+        "generator, get_kv_cache_config_from_groups(...)",
+        "specs cannot be read from groups",
+    ),
+    Lean(
+        "scheduler_own_block_size",
+        f"{_CONFIG}:CacheConfig.block_size",
+        "generator, Scheduler(block_size=)",
+        "the block size of the workers is unknown",
+    ),
     # The scheduler.
     Lean(
         "prefill_steps",
