@@ -59,9 +59,9 @@ def supervise(arguments: argparse.Namespace) -> dict[str, Any]:
         **os.environ,
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
         "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"),
-        # The models are tiny: one thread is enough, and it does not wait for others on a busy machine.
-        "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND") or _unbound(),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        # The models are tiny: one thread is enough, and it does not wait for others on a busy machine. A core's number is
+        # the one form that every version takes: 0.11.0 does not know "nobind", 0.20.0 fails on it.
+        "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", str(max(os.sched_getaffinity(0)))),
         "HF_HUB_OFFLINE": "1",
         "PYTHONDONTWRITEBYTECODE": "",  # every worker process imports all of vLLM
     }
@@ -113,13 +113,6 @@ def supervise(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _unbound() -> str:
-    sys.path.insert(0, str(ROOT / "src"))
-    from spec_vllm_compat.versions import detect
-
-    return "auto" if detect().vllm.matches("<0.11.1") else "nobind"  # 0.11.0 does not know the word
-
-
 def _kill_after(child: subprocess.Popen[str], seconds: float) -> Any:
     import signal
     import threading
@@ -139,6 +132,7 @@ def versions() -> dict[str, Any]:
                 continue
         return None
 
+    sys.path.insert(0, str(ROOT / "src"))
     from spec_vllm_compat.versions import detect
 
     return {
