@@ -81,7 +81,7 @@ def supervise(arguments: argparse.Namespace) -> dict[str, Any]:
                     continue
                 entry = json.loads(line.removeprefix(LINE))
                 if "about" in entry:
-                    about = entry["about"]
+                    about.update(entry["about"])
                     continue
                 cases.append(entry)
                 print(f"  {'ok   ' if entry['right'] else 'FAIL '} {entry['id']}: {entry['note']}", flush=True)
@@ -239,6 +239,9 @@ def run_engine(module: Any, engine: dict[str, Any], cases: list[dict[str, Any]],
         return
     finally:
         module.ModelConfig = original
+    session = getattr(generator.executor, "session", None)  # absent with --no-shim
+    if session is not None:
+        say(about={"model_runner": session.ask(generator.executor, "identify")[0].model_runner})
     limit = engine["arguments"]["max_model_len"] - 1
     for case in cases:
         worst = 0.0
