@@ -17,7 +17,11 @@ TESTED: dict[str, tuple[str, ...]] = {
 }  # end
 
 
-def _tested_text() -> str:
+def _tested_text(versions: Versions | None = None) -> str:
+    """The tested releases of vLLM, for the installed speculators where one is."""
+    for speculators, releases in TESTED.items():
+        if versions is not None and versions.speculators.matches(f"=={speculators}"):
+            return f"vLLM {', '.join(releases) or 'none'} with speculators {speculators}"
     releases = max(TESTED.values(), key=len)
     return f"vLLM {releases[0]} to {releases[-1]}, the releases in docs/support.md"
 
@@ -68,7 +72,7 @@ def is_tested(versions: Versions) -> bool:
 def untested_sentence(versions: Versions) -> str:
     return (
         f"vLLM {versions.vllm.text} with speculators {versions.speculators.text} has not been tested "
-        f"(tested: {_tested_text()}); every probe holds, going on"
+        f"(tested: {_tested_text(versions)}); every probe holds, going on"
     )
 
 
@@ -76,5 +80,5 @@ def advice(versions: Versions) -> str:
     """What to do when a probe does not find what its patch set relies on."""
     return (
         f"vLLM {versions.vllm.text} is {'' if is_tested(versions) else 'not '}among the tested versions "
-        f"({_tested_text()}). Install one of them, or report this text."
+        f"({_tested_text(versions)}). Install one of them, or report this text."
     )
