@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from spec_vllm_compat.driver.buffers import BufferPool
 from spec_vllm_compat.driver.call import Call
 from spec_vllm_compat.errors import CompatError, ExtractionError
-from spec_vllm_compat.protocol import ASK, Answer, Capturing, Step
+from spec_vllm_compat.protocol import ASK, Answer, Capturing, Layout, Step
+
+logger = logging.getLogger("spec_vllm_compat")
 
 
 class Session:
@@ -20,6 +24,8 @@ class Session:
         asked: layer ids in the order of the caller, repetitions included.
         capturing: what the workers capture, once they have been told.
         call: the running ``generate()`` call, or None.
+        pool: memory for captured rows.
+        shared: whether the capturing worker can map that memory; if not, rows travel in the replies.
         broken: why no further call can be trusted, or None.
     """
 
@@ -27,6 +33,9 @@ class Session:
         self.asked: tuple[int, ...] = ()
         self.capturing: Capturing | None = None
         self.call: Call | None = None
+        self.pool = BufferPool()
+        self.shared = True
+        self._attached: set[int] = set()
         self.broken: str | None = None
 
     def ask(self, executor: Any, request: str, *args: Any) -> list[Any]:
@@ -58,7 +67,8 @@ class Session:
 
     def step(self, executor: Any, scheduler_output: Any) -> None:
         """Execute one scheduler step on every rank and take in its rows."""
-        steps: list[Step] = self.ask(executor, "step", scheduler_output)
+        layout = self._layout(executor) if self.call is not None else None
+        steps: list[Step] = self.ask(executor, "step", scheduler_output, layout)
         first = steps[0]
         for rank, step in enumerate(steps):
             if step.chunks != first.chunks or step.layer_calls != first.layer_calls:
@@ -66,7 +76,33 @@ class Session:
         if first.chunks and self.call is None:
             raise ExtractionError("a step was executed outside of generate()")
         if self.call is not None:
-            self.call.write(first)
+            self.call.take_in(first)
+
+    def finish(self, executor: Any) -> Call:
+        """Wait for the last rows of the running call and prove that all are right."""
+        if self.call is None:
+            raise ExtractionError("captured states were asked for outside of generate()")
+        self.ask(executor, "finish")
+        self.call.complete()
+        return self.call
+
+    def _layout(self, executor: Any) -> Layout | None:
+        """The call's layout if the workers do not have it yet, its memory made known to the one that captures."""
+        assert self.call is not None
+        segment = self.call.segment if self.shared else None
+        retired, self.pool.retired = self.pool.retired, []
+        if segment is not None and segment.number in self._attached:
+            segment = None
+        if segment is not None or retired:
+            reason = self.ask(executor, "attach", segment, tuple(retired))[0]
+            self._attached -= {old.number for old in retired}
+            if segment is not None and not reason:
+                self._attached.add(segment.number)
+            if reason:
+                logger.warning("rows travel through vLLM's message queue, which is slow: %s", reason)
+                self.shared = False
+                self.call.without_segment()
+        return self.call.layout()
 
 
 class _Interrupted(Exception):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from spec_vllm_compat.errors import ExtractionError
+from spec_vllm_compat.driver.call import states_by_layer, states_by_request
 from spec_vllm_compat.records import Kind, Record
 from spec_vllm_compat.seams import Change, Members, Mixin, PatchSet, Probe, Target
 
@@ -34,21 +34,18 @@ class AuxHiddenStates(Mixin):
     def decode_reply(self, method: Any, value: Any) -> Any:
         if method != "_get_captured_states":
             return value
-        call = self.session.call
-        if call is None:
-            raise ExtractionError("captured states were asked for outside of generate()")
-        call.complete()
-        return call.layers(self.session.asked)
+        return states_by_layer(self.session.finish(self), self.session.asked)
 
 
-class AuxHiddenStatesByRequest(AuxHiddenStates):
+class AuxHiddenStatesByRequest(Mixin):
     """The same for speculators 0.4: a dictionary, request id to layers."""
+
+    session: Any
 
     def decode_reply(self, method: Any, value: Any) -> Any:
         if method != "_get_captured_states":
             return value
-        super().decode_reply(method, value)
-        return self.session.call.by_request(self.session.asked)
+        return states_by_request(self.session.finish(self), self.session.asked)
 
 
 def by_request(target: Target) -> bool:

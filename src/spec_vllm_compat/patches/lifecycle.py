@@ -71,7 +71,8 @@ def _generate(wrapped: Any, generator: Any, args: tuple[Any, ...], kwargs: dict[
     model = generator.vllm_config.model_config
     prompts = prompts_of(token_ids_of(*args, **kwargs), model.max_model_len - 1, model.get_vocab_size())
     text = model.hf_text_config
-    session.call = Call(prompts, session.capturing.layer_ids, text.hidden_size, model.dtype)
+    layers = session.capturing.layer_ids
+    session.call = Call(prompts, layers, text.hidden_size, model.dtype, session.pool, session.shared)
     try:
         results = wrapped(prompts)
         session.call.check(results, session.asked)

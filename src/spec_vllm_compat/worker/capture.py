@@ -8,22 +8,25 @@ from typing import Any
 
 import torch
 
-from spec_vllm_compat.protocol import Capturing, Chunk, Step
+from spec_vllm_compat.protocol import Capturing, Chunk, Inline, Layout, Segment, Step
 from spec_vllm_compat.worker.layers import CaptureError, find_decoder_layers, residual_stream
+from spec_vllm_compat.worker.sink import Sink
 
 
 class Capture:
     """Hooks on the target decoder layers of one worker's model.
 
-    The buffer on the device holds one step: ``[layers, max_num_batched_tokens, hidden_size]`` in the model's dtype.
+    The buffer on the device holds one step: ``[layers, max_num_batched_tokens, hidden_size]`` in the model's dtype. On CUDA
+    a step is copied out on a stream of its own, while the next one runs up to its first target layer.
 
     Args:
         worker: vLLM's worker, its model loaded.
         layer_ids: decoder layers to capture, ascending.
+        sink: the driver's memory, as far as this worker has mapped it.
         keep: whether this rank keeps rows; all tensor parallel ranks compute the same, so only rank 0 does.
     """
 
-    def __init__(self, worker: Any, layer_ids: Sequence[int], keep: bool) -> None:
+    def __init__(self, worker: Any, layer_ids: Sequence[int], sink: Sink, keep: bool) -> None:
         self._runner = worker.model_runner
         config = worker.vllm_config
         self._capacity = config.scheduler_config.max_num_batched_tokens
@@ -32,17 +35,34 @@ class Capture:
         self._rows = 0  # rows of the step that is running; 0 outside of a step, where nothing is captured
         self._calls = [0] * len(layer_ids)
         self._inputs: dict[str, Any] = {}
+        self._layout: Layout | None = None
         model = _unwrapped(self._runner)
         container, layers = find_decoder_layers(model, config.model_config.hf_text_config.num_hidden_layers)
         self._handles = [
             layers[layer].register_forward_hook(partial(self._on_layer, index)) for index, layer in enumerate(layer_ids)
         ]
         self._handles.append(model.register_forward_pre_hook(self._on_model, with_kwargs=True))
+        self.sink = sink
+        self._copies = _Copies() if sink.cuda else None
         self.capturing = Capturing(container, tuple(layer_ids))
 
-    def remove(self) -> None:
+    def remove(self) -> Sink:
+        """Take the hooks off; returns the sink for the next capture."""
+        self.finish()
         for handle in self._handles:
             handle.remove()
+        return self.sink
+
+    def attach(self, segment: Segment | None, retired: Sequence[Segment]) -> str:
+        """Map the driver's memory; returns why it cannot be, or an empty string."""
+        for old in retired:
+            self.sink.detach(old)
+        return self.sink.attach(segment) if self._keep and segment is not None else ""
+
+    def finish(self) -> None:
+        """Wait until every row is where it belongs."""
+        if self._copies is not None:
+            self._copies.wait_for_copies()
 
     def _on_model(self, _module: Any, _args: Any, kwargs: dict[str, Any]) -> None:
         if self._rows:
@@ -58,14 +78,26 @@ class Capture:
             sample = output[0] if isinstance(output, tuple) else output
             shape = (len(self._calls), self._capacity, sample.shape[-1])
             self._buffer = torch.empty(shape, dtype=sample.dtype, device=sample.device)
+        if self._copies is not None:
+            self._copies.before_buffer_is_written()
         residual_stream(output, self._buffer[index, : self._rows], self._rows)
 
-    def step(self, worker: Any, scheduler_output: Any) -> Step:
-        """Execute one scheduler step and return its rows.
+    def step(self, worker: Any, scheduler_output: Any, layout: Layout | None) -> Step:
+        """Execute one scheduler step; its rows go to the driver's memory or into the reply.
+
+        Args:
+            worker: vLLM's worker.
+            scheduler_output: the scheduler's step.
+            layout: where rows belong, with the first step of a call; None for the later ones.
 
         Raises:
-            CaptureError: a target layer did not run exactly once, or the batch is not the one that was scheduled.
+            CaptureError: a target layer did not run exactly once, the batch is not the one that was scheduled, or rows are
+                not of the width and dtype that the layout says.
         """
+        if layout is not None:
+            self._layout = layout
+        if self._copies is not None:
+            self._copies.wait_for_model()
         scheduled = scheduler_output.num_scheduled_tokens
         self._rows = scheduler_output.total_num_scheduled_tokens
         self._calls = [0] * len(self._calls)
@@ -86,25 +118,103 @@ class Capture:
 
     def _collect(self, chunks: tuple[Chunk, ...]) -> Step:
         calls = tuple(self._calls)
-        if not self._keep or self._buffer is None:
-            return Step(chunks, layer_calls=calls)
-        rows = self._buffer[:, : self._rows]
+        if not self._keep or self._buffer is None or self._layout is None:
+            return Step(chunks, calls)
+        layout, rows = self._layout, self._buffer[:, : self._rows]
+        dtype = str(rows.dtype).removeprefix("torch.")
+        if (rows.shape[-1], dtype) != (layout.hidden_size, layout.dtype):
+            raise CaptureError(
+                f"expected rows of {layout.hidden_size} {layout.dtype} values, as the model's configuration says; "
+                f"found {rows.shape[-1]} {dtype}"
+            )
         peaks = torch.linalg.vector_norm(rows, ord=float("inf"), dim=-1).float()
-        return Step(
-            chunks,
-            rows=rows.cpu().contiguous().view(torch.uint8).numpy(),
-            dtype=str(rows.dtype).removeprefix("torch."),
-            peaks=peaks.cpu().numpy(),
-            token_ids=self._input("input_ids"),
-            positions=self._input("positions"),
-            layer_calls=calls,
-        )
+        token_ids, positions = self._input("input_ids"), self._input("positions")
+        inline = None
+        if layout.segment is None:
+            inline = Inline(
+                rows.cpu().contiguous().view(torch.uint8).numpy(),
+                peaks.cpu().numpy(),
+                *(None if values is None else values.cpu().numpy() for values in (token_ids, positions)),
+            )
+        else:
+            pairs = _places(self.sink.memory(layout.segment), layout, chunks, rows, peaks, token_ids, positions)
+            if self._copies is None:
+                for there, here in pairs:
+                    there.copy_(here)
+            else:
+                self._copies.copy(pairs)
+        return Step(chunks, calls, token_ids is not None, positions is not None, inline)
 
-    def _input(self, name: str) -> Any:
+    def _input(self, name: str) -> torch.Tensor | None:
         value = self._inputs.get(name)
         if value is None or value.dim() != 1:
             return None
-        return value[: self._rows].to("cpu", torch.int64).numpy()
+        # A copy: vLLM writes the next step's inputs into the same tensor.
+        return value[: self._rows].to(torch.int64, copy=True)
+
+
+class _Copies:
+    """Copies from the device on a stream of their own, in order with the model's."""
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream()
+        self._computed = torch.cuda.Event()
+        self._copied = torch.cuda.Event()
+        self._sources: list[torch.Tensor] = []  # kept until the model's stream has waited for the copies
+
+    def wait_for_model(self) -> None:
+        """Before a step: vLLM reuses the host memory from which the previous step's inputs are copied."""
+        self._computed.synchronize()
+
+    def before_buffer_is_written(self) -> None:
+        if self._sources:
+            torch.cuda.current_stream().wait_event(self._copied)
+            self._sources.clear()
+
+    def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._computed.record()
+        self._sources = [here for _, here in pairs]
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(self._computed)
+            for there, here in pairs:
+                there.copy_(here, non_blocking=True)
+            self._copied.record()
+
+    def wait_for_copies(self) -> None:
+        self._copied.synchronize()
+
+
+def _places(
+    memory: torch.Tensor,
+    layout: Layout,
+    chunks: Sequence[Chunk],
+    rows: torch.Tensor,
+    peaks: torch.Tensor,
+    token_ids: torch.Tensor | None,
+    positions: torch.Tensor | None,
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Pairs of a place in the driver's memory and the tensor that belongs there."""
+    tokens = layout.tokens
+
+    def place(offset: int, like: torch.Tensor) -> torch.Tensor:
+        return memory[offset : offset + like.nbytes].view(like.dtype).view(like.shape)
+
+    pairs = []
+    begin = 0
+    for chunk in chunks:
+        here = slice(begin, begin + chunk.rows)
+        before, own = layout.requests[chunk.request_id]
+        at = before + chunk.start
+        for layer in range(layout.layers):
+            offset = layout.rows_at(before, own, layer, chunk.start)
+            pairs.append((place(offset, rows[layer, here]), rows[layer, here]))
+            pairs.append((place(layout.peaks_at + 4 * (layer * tokens + at), peaks[layer, here]), peaks[layer, here]))
+        if token_ids is not None:
+            pairs.append((place(layout.token_ids_at + 8 * at, token_ids[here]), token_ids[here]))
+        if positions is not None:
+            pairs.append((place(layout.positions_at + 8 * at, positions[here]), positions[here]))
+        begin += chunk.rows
+    return pairs
 
 
 def finish_two_phase(worker: Any) -> None:

@@ -6,8 +6,9 @@ import traceback
 from typing import Any
 
 from spec_vllm_compat._version import __version__
-from spec_vllm_compat.protocol import Answer, Capturing, Identity, Step
+from spec_vllm_compat.protocol import Answer, Capturing, Identity, Layout, Segment, Step
 from spec_vllm_compat.worker.capture import Capture
+from spec_vllm_compat.worker.sink import Sink
 
 #: Patch sets whose code runs here. The driver compares this with its own list.
 PATCH_SETS = ("forward_hooks", "two_phase")
@@ -20,9 +21,15 @@ class HiddenStatesCapture:
     vllm_config: Any
 
     def spec_vllm_compat_ask(self, request: str, *args: Any) -> Answer:
-        """Answer ``identify``, ``capture`` or ``step``. Never raises: see :class:`Answer`."""
+        """Answer ``identify``, ``capture``, ``attach``, ``step`` or ``finish``. Never raises: see :class:`Answer`."""
         try:
-            handler: Any = {"identify": _identify, "capture": _capture, "step": _step}[request]
+            handler: Any = {
+                "identify": _identify,
+                "capture": _capture,
+                "attach": _attach,
+                "step": _step,
+                "finish": _finish,
+            }[request]
             return Answer(handler(self, *args))
         except Exception as error:  # noqa: BLE001 - it is raised again in the driver
             return Answer(error=f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
@@ -61,14 +68,23 @@ def _identify(worker: Any) -> Identity:
 def _capture(worker: Any, layer_ids: tuple[int, ...]) -> Capturing:
     from vllm.distributed import get_tp_group
 
-    before = vars(worker).pop("_spec_vllm_compat", None)
-    if before is not None:
-        before.remove()
-    capture = Capture(worker, layer_ids, keep=get_tp_group().rank_in_group == 0)
+    before: Capture | None = vars(worker).pop("_spec_vllm_compat", None)
+    sink = before.remove() if before is not None else Sink(worker.model_runner.device)
+    capture = Capture(worker, layer_ids, sink, keep=get_tp_group().rank_in_group == 0)
     worker._spec_vllm_compat = capture
     return capture.capturing
 
 
-def _step(worker: Any, scheduler_output: Any) -> Step:
+def _attach(worker: Any, segment: Segment | None, retired: tuple[Segment, ...]) -> str:
     capture: Capture = worker._spec_vllm_compat
-    return capture.step(worker, scheduler_output)
+    return capture.attach(segment, retired)
+
+
+def _step(worker: Any, scheduler_output: Any, layout: Layout | None) -> Step:
+    capture: Capture = worker._spec_vllm_compat
+    return capture.step(worker, scheduler_output, layout)
+
+
+def _finish(worker: Any) -> None:
+    capture: Capture = worker._spec_vllm_compat
+    capture.finish()
