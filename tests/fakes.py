@@ -25,7 +25,7 @@ class VllmHiddenStatesGenerator:
 
 VLLM = """
 class SchedulerConfig:
-    def __init__(self, max_model_len, is_encoder_decoder): pass
+    def __init__(self, max_model_len, is_encoder_decoder, enable_chunked_prefill=True): pass
 class CacheConfig:
     def __init__(self, block_size=16, enable_prefix_caching=True): pass
 class ParallelConfig:
@@ -65,6 +65,7 @@ def environment(
     site = folder / "site"
     (site / "torch").mkdir(parents=True)
     (site / "torch" / "__init__.py").write_text(TORCH)
+    (site / "numpy.py").write_text("def __getattr__(name): return object\n")
     (site / "torch" / "version.py").write_text("__version__ = '2.10.0'\n")
     if vllm is not None:
         (site / "vllm").mkdir()

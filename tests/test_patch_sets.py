@@ -222,6 +222,20 @@ def test_the_scheduler_may_know_the_block_size(tmp_path: Path) -> None:
     ok(site, IMPORT + "assert 'scheduler_own_block_size' in applied\nmodule.Scheduler(vllm_config=1, block_size=16)")
 
 
+@pytest.mark.parametrize(
+    ("argument", "default", "needed"), [(True, None, True), (True, True, False), (False, None, False)]
+)
+def test_small_steps_need_chunked_prefill(tmp_path: Path, argument: bool, default: bool | None, needed: bool) -> None:
+    code = fakes.VLLM.replace(
+        "enable_chunked_prefill=True): pass", f"enable_chunked_prefill={default}): print(enable_chunked_prefill)"
+    )
+    site = fakes.environment(tmp_path, speculators="0.4.0", vllm="0.11.0", code=code)
+    if argument:
+        generator(site, "def __init__(self):", "def __init__(self, max_num_batched_tokens=None):")
+    said = ok(site, IMPORT + "print('chunked_prefill' in applied)\nmodule.SchedulerConfig(max_model_len=1)")
+    assert said.split() == [str(needed), str(True if needed else default)]
+
+
 def test_vllm_groups_the_layers(tmp_path: Path) -> None:
     code = fakes.VLLM.replace(
         GROUPS, "def get_kv_cache_groups(vllm_config, kv_cache_spec): return [sorted(kv_cache_spec)]"

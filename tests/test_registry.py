@@ -110,7 +110,7 @@ def test_half_imported_speculators_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_probe_beats_the_version_and_it_is_said(tmp_path: Path) -> None:
-    site = fakes.environment(tmp_path, code=fakes.VLLM.replace("is_encoder_decoder)", "is_encoder_decoder=False)"))
+    site = fakes.environment(tmp_path, code=fakes.VLLM.replace("is_encoder_decoder,", "is_encoder_decoder=False,"))
     done = fakes.run(site, IMPORT + "print(spec_vllm_compat.report())")
     assert "is_encoder_decoder: not needed" in done.stdout
     assert "the probe decides" in done.stdout

@@ -53,6 +53,12 @@ LEANS: tuple[Lean, ...] = (
         may_pass=("max_model_len", "is_encoder_decoder"),
     ),
     Lean(
+        "chunked_prefill",
+        f"{_CONFIG}:SchedulerConfig.enable_chunked_prefill",
+        "generator, max_num_batched_tokens",
+        "steps smaller than max_model_len are refused",
+    ),
+    Lean(
         "lifecycle",
         f"{_CONFIG}:ModelConfig",
         "generator, ModelConfig(...)",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from spec_vllm_compat.patches import (
     aux_hidden_states,
     block_size,
+    chunked_prefill,
     cpu_kv_cache_space,
     forward_hooks,
     is_encoder_decoder,
@@ -43,6 +44,7 @@ PATCH_SETS: tuple[PatchSet, ...] = (
     utils_hashing.PATCH_SET,
     kv_planning_module.PATCH_SET,
     is_encoder_decoder.PATCH_SET,
+    chunked_prefill.PATCH_SET,
     block_size.PATCH_SET,
     kv_cache_layout.PATCH_SET,
     kv_cache_groups.PATCH_SET,  # before the next two: they see the groups
