@@ -29,7 +29,7 @@ RECORD = Record(
 
 
 def _planning(target: Target) -> ModuleType:
-    return importlib.import_module(inspect.unwrap(target.bound("get_kv_cache_config_from_groups")).__module__)
+    return importlib.import_module(target.bound("get_kv_cache_config_from_groups").__module__)
 
 
 def _probe(target: Target) -> Probe:
@@ -43,18 +43,22 @@ def _probe(target: Target) -> Probe:
     return Probe(True, f"layers are grouped by {planning.__name__}")
 
 
-def _plan(target: Target, keywords: dict[str, Any]) -> None:
-    specs, vllm_config = keywords["kv_cache_groups"], keywords["vllm_config"]  # the names below let the specs through
-    if any(getattr(spec, "non_causal", False) for spec in specs.values()):  # as the engine does, since 0.24
-        vllm_config.scheduler_config.enable_chunked_prefill = False
-    keywords["kv_cache_groups"] = _planning(target).get_kv_cache_groups(vllm_config, specs)
+def _changes(target: Target) -> tuple[Change, ...]:
+    group = _planning(target).get_kv_cache_groups  # now: later the name may be bound to an adapter
 
+    def plan(_target: Target, keywords: dict[str, Any]) -> None:
+        specs, vllm_config = (
+            keywords["kv_cache_groups"],
+            keywords["vllm_config"],
+        )  # the names below let the specs through
+        if any(getattr(spec, "non_causal", False) for spec in specs.values()):  # as the engine does, since 0.24
+            vllm_config.scheduler_config.enable_chunked_prefill = False
+        keywords["kv_cache_groups"] = group(vllm_config, specs)
 
-def _changes(_target: Target) -> tuple[Change, ...]:
     return (
         Name("unify_hybrid_kv_cache_specs", lambda _target: lambda _kv_cache_spec: None),
         Name("_get_kv_cache_groups_uniform_spec", lambda _target: lambda kv_cache_spec: kv_cache_spec),
-        Keyword("get_kv_cache_config_from_groups", "kv_cache_groups", _plan),
+        Keyword("get_kv_cache_config_from_groups", "kv_cache_groups", plan),
     )
 
 
