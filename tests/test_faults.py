@@ -253,16 +253,16 @@ def test_a_small_kv_cache_gives_right_rows_or_an_error(
     from spec_vllm_compat import InvalidBatchError
 
     plan = generator_module.get_kv_cache_config_from_groups
-    blocks = 8 * 128 * 6 * 2 * 2 * 32 * 4  # 8 blocks of 128 tokens, 6 layers, K and V, 2 heads of 32 float32 values
+    blocks = 40 * 16 * 6 * 2 * 2 * 32 * 4  # 40 blocks of 16 tokens, 6 layers, K and V, 2 heads of 32 float32 values
     monkeypatch.setattr(
         generator_module, "get_kv_cache_config_from_groups", lambda **kw: plan(**{**kw, "available_memory": blocks})
     )
     generator = build(small_model(), float32=True, layer_ids=LAYERS, max_model_len=1024)
-    assert generator.scheduler.kv_cache_config.num_blocks == 8
+    assert generator.scheduler.kv_cache_config.num_blocks == 40
     prompts = batch(300, 299, 10, 500, 301, 40, 39, 38)
     for ids, result in zip(prompts, generator.generate(prompts), strict=True):
         assert_rows(result, ids, LAYERS, reference(small_model()), FLOAT32)
-    with pytest.raises(InvalidBatchError, match=r"a prompt of 900 tokens needs 8 KV cache blocks; the cache has 7"):
-        generator.generate(batch(10, 900))
+    with pytest.raises(InvalidBatchError, match=r"a prompt of 700 tokens needs 44 KV cache blocks; the cache has 39"):
+        generator.generate(batch(10, 700))
     for ids, result in zip(prompts, generator.generate(prompts), strict=True):
         assert_rows(result, ids, LAYERS, reference(small_model()), FLOAT32)

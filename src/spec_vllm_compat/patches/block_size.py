@@ -16,13 +16,13 @@ RECORD = Record(
         "backends on GPU 64 or 128. Left out, the platform and the workers choose what their kernels can do."
     ),
     changed=(
-        "up to vLLM 0.17 the platform corrects the size in the driver; from 0.18.0 the worker chooses it, and keeps an "
-        "explicit one; between 0.28 and 0.29 CPU attention began to refuse 16."
+        "up to vLLM 0.17 the platform corrects the size in the driver, an explicit one too; from 0.18.0 the worker chooses "
+        "it and keeps one that `CacheConfig.user_specified_block_size` says was given. 0.29.0: CPU attention refuses 16."
     ),
-    source="vllm/platforms/interface.py `update_block_size_for_backend`; vllm/platforms/cpu.py `check_and_update_config`",
-    vllm=">=0.11",
+    source="vllm/platforms/interface.py `update_block_size_for_backend`, line 482 in 0.20.0; vllm/platforms/cuda.py, line 247 in 0.17.0",
+    vllm=">=0.18",
     speculators=">=0.3,<0.5",
-    probed_by="whether CacheConfig takes `block_size` and has a default for it",
+    probed_by="whether CacheConfig has the field `user_specified_block_size`, and a default for `block_size`",
     remove_when="never while speculators' in-process generator is supported",
 )
 
@@ -31,7 +31,9 @@ def _probe(target: Target) -> Probe:
     parameter = target.parameters("CacheConfig").get("block_size")
     if parameter is None or parameter.default is parameter.empty:
         raise SeamMissing("CacheConfig(block_size=) with a default", "no such keyword" if parameter is None else "none")
-    return Probe(True, "the platform chooses the block size")
+    if "user_specified_block_size" not in getattr(target.bound("CacheConfig"), "__dataclass_fields__", {}):
+        return Probe(False, "the platform corrects an explicit block size")
+    return Probe(True, "an explicit block size is kept, whatever the workers can do")
 
 
 def _adapt(_target: Target, keywords: dict[str, Any]) -> None:
