@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -136,3 +137,28 @@ def test_two_ranks_give_the_rows_of_one(build, small_model, batch, reference, mo
         assert_rows(result, ids, layers, reference(small_model()), FLOAT32)
     identities = generator.executor.session.ask(generator.executor, "identify")
     assert [identity.tensor_parallel_rank for identity in identities] == [0, 1]
+    assert generator.executor.collective_rpc(_keeps_rows) == [True, False]
+    _kill_a_rank_in_the_middle(generator, batch)
+
+
+def _keeps_rows(worker: Any) -> bool:
+    return worker._spec_vllm_compat._buffer is not None
+
+
+def _generate_for_ever(generator: Any, prompts: list[list[int]]) -> None:
+    while True:
+        generator.generate(prompts)
+
+
+def _kill_a_rank_in_the_middle(generator: Any, batch: Any) -> None:
+    from spec_vllm_compat import CompatError, ExtractionError
+
+    processes = [handle.proc for handle in generator.executor.workers]
+    threading.Timer(0.5, processes[1].kill).start()
+    long = batch(*[2000] * 60)
+    with pytest.raises(ExtractionError, match=r"worker processes of ranks \[1\] have ended in 'step'"):
+        _generate_for_ever(generator, long)
+    with pytest.raises(CompatError, match=r"cannot be used any more.*Build a new one"):
+        generator.generate(long)
+    generator.executor.shutdown()
+    assert not [process for process in processes if process.is_alive()]

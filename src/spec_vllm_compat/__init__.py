@@ -17,17 +17,20 @@ from spec_vllm_compat.errors import (
     UnsupportedVersionError,
     WorkerMismatchError,
 )
+from spec_vllm_compat.layer_ids import LayerNumbering, layer_numbering
 from spec_vllm_compat.registry import install, report, uninstall
 
 __all__ = [
     "CompatError",
     "ExtractionError",
     "InvalidBatchError",
+    "LayerNumbering",
     "PatchError",
     "UnsupportedVersionError",
     "WorkerMismatchError",
     "__version__",
     "install",
+    "layer_numbering",
     "report",
     "uninstall",
 ]

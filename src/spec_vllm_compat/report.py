@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from spec_vllm_compat._version import __version__
 from spec_vllm_compat.errors import CompatError
+from spec_vllm_compat.layer_ids import MEANING
 from spec_vllm_compat.records import Record
 from spec_vllm_compat.versions import Installed
 
@@ -73,4 +74,5 @@ class Report:
             lines.append("patch sets: decided when speculators' generator is imported")
         for patch in self.patches:
             lines.append(f"  [{'x' if patch.applied else ' '}] {patch.sentence()}")
+        lines.append(f"layer ids: {MEANING} (`spec_vllm_compat.layer_numbering(layer_ids)` states both)")
         return "\n".join(lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,9 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from spec_vllm_compat.driver import nonfinite
 from spec_vllm_compat.driver.buffers import BufferPool
 from spec_vllm_compat.errors import ExtractionError, InvalidBatchError
 from spec_vllm_compat.protocol import Chunk, Layout, Segment, Step
+
+logger = logging.getLogger("spec_vllm_compat")
 
 
 class Call:
@@ -42,6 +46,7 @@ class Call:
         self.prompts = prompts
         self.layer_ids = tuple(layer_ids)
         self._dtype = dtype
+        self._nonfinite_allowed = nonfinite.allowed()
         self.before = np.concatenate([[0], np.cumsum([len(prompt) for prompt in prompts])]).tolist()
         self.positions: dict[str, int] = {}
         self._filled = [0] * len(prompts)
@@ -141,14 +146,16 @@ class Call:
         if not finite.all():
             layer, at = (int(index) for index in np.argwhere(~finite)[0])
             request_id, row = self._owner(at)
-            raise ExtractionError(
-                f"request {request_id}: layer {self.layer_ids[layer]}, row {row} holds NaN or infinite values"
-            )
+            text = f"request {request_id}: layer {self.layer_ids[layer]}, row {row} holds NaN or infinite values"
+            if not self._nonfinite_allowed:
+                raise ExtractionError(f"{text}. {nonfinite.ADVICE}")
+            logger.warning("%s; %d of %d rows of this call do", text, int((~finite).sum()), finite.size)
         zero = np.argwhere(np.maximum.reduceat(peaks, self.before[:-1], axis=1) == 0)
         if len(zero):
             layer, position = (int(index) for index in zero[0])
             raise ExtractionError(
-                f"request {self._owner(self.before[position])[0]}: layer {self.layer_ids[layer]} is zero in every row"
+                f"request {self._owner(self.before[position])[0]}: layer {self.layer_ids[layer]} is zero in every row. "
+                "Is it padding alone? Leave the sequence out."
             )
 
     def _compare(self, what: str, found: Any, due: Any) -> None:
@@ -197,8 +204,9 @@ class Call:
                         f"{name}, layer {layer}: expected {len(prompt)} rows of {self._layout.hidden_size} {self._dtype} "
                         f"values; found {tuple(rows.shape)} {rows.dtype}"
                     )
-                due = peaks[self.layer_ids.index(layer), [first, last]].tolist()
-                if [float(rows[0].abs().max()), float(rows[-1].abs().max())] != due:
+                due = peaks[self.layer_ids.index(layer), [first, last]]
+                found = [float(rows[0].abs().max()), float(rows[-1].abs().max())]
+                if not np.array_equal(found, due, equal_nan=True):
                     raise ExtractionError(
                         f"{name}, layer {layer}: first or last row is not the one that the model computed"
                     )

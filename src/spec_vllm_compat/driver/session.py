@@ -44,12 +44,12 @@ class Session:
         An interrupt waits for the replies, so that none is left over for the next question.
 
         Raises:
-            ExtractionError: a rank failed. The other ranks' replies are read, so the executor stays usable.
+            ExtractionError: a rank failed. The other ranks' replies are read, so the executor stays usable. Or ranks died
+                or did not answer; then the generator is not usable any more.
         """
         import vllm.envs
 
-        if self.broken is not None:
-            raise CompatError(f"this generator cannot be used any more: {self.broken}. Build a new one.")
+        self.require_usable()
         try:
             with _interrupts_wait():
                 answers: list[Answer] = executor.collective_rpc(
@@ -57,13 +57,23 @@ class Session:
                 )
         except _Interrupted:
             raise KeyboardInterrupt from None
-        except BaseException as error:
-            self.broken = f"the workers did not answer {request!r} ({type(error).__name__}: {error})"
+        except Exception as error:
+            dead = [worker.rank for worker in executor.workers if not worker.proc.is_alive()]
+            happened = f"worker processes of ranks {dead} have ended" if dead else "the workers did not answer"
+            self.broken = f"{happened} in {request!r} ({type(error).__name__}: {error})"
+            raise ExtractionError(f"{self.broken}; see the workers' own messages above") from error
+        except BaseException:  # a second Ctrl-C: replies are still on their way
+            self.broken = f"it was interrupted in {request!r}"
             raise
         failed = [f"rank {rank}: {answer.error}" for rank, answer in enumerate(answers) if answer.error]
         if failed:
             raise ExtractionError(f"worker failed in {request!r}: {'; '.join(failed)}")
         return [answer.value for answer in answers]
+
+    def require_usable(self) -> None:
+        """Raise :class:`CompatError` if the workers are gone or out of step with the driver."""
+        if self.broken is not None:
+            raise CompatError(f"this generator cannot be used any more: {self.broken}. Build a new one.")
 
     def step(self, executor: Any, scheduler_output: Any) -> None:
         """Execute one scheduler step on every rank and take in its rows."""

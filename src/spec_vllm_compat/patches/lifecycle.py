@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 from spec_vllm_compat.driver.call import Call, prompts_of
@@ -28,16 +29,19 @@ RECORD = Record(
 
 
 class Shutdown(Mixin):
-    """Ends the workers once; speculators, vLLM and the interpreter's exit each ask for it."""
+    """Ends the workers once; speculators, vLLM's watch over dead workers and the interpreter's exit each ask for it."""
 
     def shutdown(self) -> None:
-        if vars(self).get("_spec_vllm_compat_ended"):
-            return
-        self._spec_vllm_compat_ended = True
-        super().shutdown()
-        finalizer = getattr(self, "_finalizer", None)
-        if finalizer is not None:  # it holds a reference to this executor until the interpreter exits
-            finalizer.detach()
+        with self.__dict__.setdefault(
+            "_spec_vllm_compat_ending", threading.RLock()
+        ):  # who comes second waits for the end
+            if vars(self).get("_spec_vllm_compat_ended"):
+                return
+            self._spec_vllm_compat_ended = True
+            super().shutdown()
+            finalizer = getattr(self, "_finalizer", None)
+            if finalizer is not None:  # it holds a reference to this executor until the interpreter exits
+                finalizer.detach()
 
 
 def _construct(wrapped: Any, generator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -68,6 +72,7 @@ def _generate(wrapped: Any, generator: Any, args: tuple[Any, ...], kwargs: dict[
         raise CompatError(
             "this generator was built before spec_vllm_compat was imported; import it first, then build a new one"
         )
+    session.require_usable()
     model = generator.vllm_config.model_config
     prompts = prompts_of(token_ids_of(*args, **kwargs), model.max_model_len - 1, model.get_vocab_size())
     text = model.hf_text_config
