@@ -11,7 +11,7 @@ SPECULATORS_ALLOWED = ">=0.3,<0.5"
 
 #: speculators to the vLLM releases that it was run with, every row right. Written by tools/render_matrix.py.
 TESTED: dict[str, tuple[str, ...]] = {
-    "0.3.0": ("0.12.0", "0.14.1", "0.20.0", "0.24.0", "0.28.0", "0.32.0"),
+    "0.3.0": ("0.12.0", "0.14.1", "0.16.0", "0.20.0", "0.24.0", "0.28.0", "0.32.0"),
     "0.4.0": (),
     "0.4.0.1": ("0.11.0", "0.11.1", "0.16.0", "0.18.0", "0.32.0"),
 }  # end
