@@ -57,6 +57,7 @@ def _build(path: Path, family: str, layers: int) -> None:
     torch.manual_seed(11)
     config = AutoConfig.for_model(
         family,
+        **({"sliding_window": 256} if family == "gemma3_text" else {}),
         vocab_size=VOCABULARY,
         hidden_size=128,
         intermediate_size=256,

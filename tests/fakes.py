@@ -11,6 +11,7 @@ from pathlib import Path
 GENERATOR = """
 import torch
 from vllm.everything import *
+from vllm.everything import _get_kv_cache_groups_uniform_spec
 
 class VllmHiddenStatesGenerator:
     def __init__(self):
@@ -24,7 +25,7 @@ class VllmHiddenStatesGenerator:
 
 VLLM = """
 class SchedulerConfig:
-    def __init__(self, max_model_len, is_encoder_decoder): pass
+    def __init__(self, max_model_len, is_encoder_decoder, enable_chunked_prefill=True): pass
 class CacheConfig:
     def __init__(self, block_size=16, enable_prefix_caching=True): pass
 class ParallelConfig:
@@ -43,6 +44,9 @@ class MultiprocExecutor:
     def execute_model(self, output): pass
     def sample_tokens(self, output): pass
     def shutdown(self): pass
+def unify_hybrid_kv_cache_specs(kv_cache_spec): pass
+def _get_kv_cache_groups_uniform_spec(kv_cache_spec): pass
+def get_kv_cache_groups(vllm_config, kv_cache_spec): pass
 def get_kv_cache_config_from_groups(vllm_config, kv_cache_groups=None): pass
 """
 
@@ -61,6 +65,7 @@ def environment(
     site = folder / "site"
     (site / "torch").mkdir(parents=True)
     (site / "torch" / "__init__.py").write_text(TORCH)
+    (site / "numpy.py").write_text("def __getattr__(name): return object\n")
     (site / "torch" / "version.py").write_text("__version__ = '2.10.0'\n")
     if vllm is not None:
         (site / "vllm").mkdir()

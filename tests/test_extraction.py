@@ -80,3 +80,16 @@ def test_embedding_scale_is_kept(build, small_model, batch, reference):
     prompts = batch(40, 9)
     for ids, result in zip(prompts, generator.generate(prompts), strict=True):
         assert_rows(result, ids, [1, 4], reference(path), FLOAT32)
+
+
+def test_layers_of_several_kinds(build, small_model, batch, reference):
+    """Gemma 3 has sliding-window and full attention layers: two groups in the KV cache, planned by vLLM."""
+    from reference import FLOAT32, assert_rows
+
+    path = small_model("gemma3_text")
+    generator = build(path, float32=True, layer_ids=[0, 4, 5], max_model_len=2048)
+    prompts = batch(1200, 9, 700)
+    for ids, result in zip(prompts, generator.generate(prompts), strict=True):
+        assert_rows(result, ids, [0, 4, 5], reference(path), FLOAT32)
+    specs = {type(group.kv_cache_spec).__name__ for group in generator.scheduler.kv_cache_config.kv_cache_groups}
+    assert specs == {"FullAttentionSpec", "SlidingWindowSpec"}

@@ -110,7 +110,7 @@ def test_half_imported_speculators_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_probe_beats_the_version_and_it_is_said(tmp_path: Path) -> None:
-    site = fakes.environment(tmp_path, code=fakes.VLLM.replace("is_encoder_decoder)", "is_encoder_decoder=False)"))
+    site = fakes.environment(tmp_path, code=fakes.VLLM.replace("is_encoder_decoder,", "is_encoder_decoder=False,"))
     done = fakes.run(site, IMPORT + "print(spec_vllm_compat.report())")
     assert "is_encoder_decoder: not needed" in done.stdout
     assert "the probe decides" in done.stdout
@@ -129,6 +129,25 @@ def test_above_the_tested_range_one_warning(tmp_path: Path) -> None:
     site = fakes.environment(tmp_path, vllm="0.99.0")
     done = fakes.run(site, IMPORT)
     assert done.stderr.count("has not been tested") == 1, done.stderr
+    assert "with speculators 0.3.0); every probe holds" in done.stderr
+
+
+def test_tested_is_what_was_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    from spec_vllm_compat import support
+    from spec_vllm_compat.versions import Installed, Versions
+
+    monkeypatch.setattr(support, "TESTED", {"0.3.0": ("0.11.0", "0.32.0"), "0.4.0": (), "0.4.0.1": ("0.16.0",)})
+
+    def tested(vllm: str, speculators: str) -> bool:
+        found = (Installed(name, text, "test") for name, text in (("vllm", vllm), ("speculators", speculators)))
+        return support.is_tested(Versions(*found, Installed("torch", None, ""), Installed("transformers", None, "")))
+
+    assert tested("0.11.0.post2", "0.3.0")
+    assert tested("0.32.0+cpu", "0.3.0")
+    assert tested("0.16.0", "0.4.0.1")
+    assert not tested("0.16.0", "0.4.0")
+    assert not tested("0.13.0", "0.3.0")
+    assert not tested("0.16.0", "0.3.0")
 
 
 def test_switched_off(tmp_path: Path) -> None:

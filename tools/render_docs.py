@@ -33,6 +33,7 @@ def render() -> str:
             "",
             record.why,
             "",
+            *([f"* only with Transformers `{record.transformers}`"] if record.transformers else []),
             f"* changed upstream: {record.changed}",
             f"* seen in: {record.source}",
             f"* probed by: {record.probed_by}",

@@ -33,6 +33,7 @@ class Record:
         source: upstream version, file or pull request that shows it.
         vllm: versions of vLLM that need it, as a requirement string.
         speculators: versions of speculators that need it, as a requirement string.
+        transformers: versions of Transformers that need it; None: it does not depend on them.
         probed_by: what the probe looks at; the probe decides, the versions document.
         remove_when: condition under which it can be deleted.
         process: which processes run its code.
@@ -48,3 +49,4 @@ class Record:
     probed_by: str
     remove_when: str
     process: Process = Process.DRIVER
+    transformers: str | None = None

@@ -10,9 +10,10 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.machinery import ModuleSpec
 from types import FrameType, ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import wrapt
 
@@ -20,6 +21,10 @@ from spec_vllm_compat import support
 from spec_vllm_compat.errors import CompatError, PatchError, UnsupportedVersionError
 from spec_vllm_compat.report import PatchReport, Report
 from spec_vllm_compat.versions import Versions, detect
+
+if TYPE_CHECKING:
+    from spec_vllm_compat.records import Record
+    from spec_vllm_compat.seams import Completion
 
 GENERATOR_PACKAGE = "speculators.data_generation"
 GENERATOR_MODULE = f"{GENERATOR_PACKAGE}.vllm_hidden_states_generator"
@@ -33,6 +38,7 @@ logger = logging.getLogger("spec_vllm_compat")
 class _State:
     active: bool = False
     hooked: bool = False
+    completing: bool = False
     said_off: bool = False
     installation: Any = None  # seams.Installation once the generator module is patched
     failure: CompatError | None = None
@@ -88,7 +94,7 @@ def uninstall() -> None:
     """
     if not _state.active:
         return
-    _state.active = False
+    _state.active = _state.completing = False
     if _GATE in sys.meta_path:
         sys.meta_path.remove(_GATE)
     if _state.installation is not None:
@@ -123,7 +129,11 @@ class _Gate:
             and not any(finder.find_spec(name, None) for finder in sys.meta_path if finder is not self)
         ):
             raise support.no_speculators()
+        if name in ("speculators", GENERATOR_PACKAGE) and _is_import() and detect().speculators.present:
+            _complete_modules()
         if name in (GENERATOR_PACKAGE, GENERATOR_MODULE):
+            if _state.failure is not None:
+                raise _state.failure
             versions = detect()
             too_new = support.without_generator(versions)
             if not (too_new and name == GENERATOR_PACKAGE):  # that package has other uses in speculators 0.5
@@ -158,6 +168,37 @@ def _package_imported(module: ModuleType) -> None:
     _state.undo.append(lambda: vars(module).pop("__getattr__", None))
 
 
+def _complete_modules() -> None:
+    """Arrange that modules which lack a name that speculators imports get it as soon as they are imported."""
+    from spec_vllm_compat.patches import PATCH_SETS
+
+    if _state.completing:
+        return
+    _state.completing = True
+    for patch_set in PATCH_SETS:
+        for completion in patch_set.completes:  # a module that is imported already is completed at once
+            wrapt.register_post_import_hook(partial(_complete, patch_set.record.id, completion), completion.module)
+
+
+def _complete(patch_set: str, completion: Completion, module: ModuleType) -> None:
+    """Add what is missing. Never raises: an error in a hook would break the first import only."""
+    if not _state.completing:
+        return
+    try:
+        missing = completion.missing(module)
+    except Exception as error:  # noqa: BLE001 - it is raised again where the generator is imported
+        _state.failure = CompatError(
+            f"patch set {patch_set!r} cannot complete {module.__name__}: {type(error).__name__}: {error}"
+        )
+        return
+    for name, value in missing.items():
+        setattr(module, name, value)
+        _state.undo.append(partial(vars(module).pop, name, None))
+        if getattr(value, "__name__", "") == (submodule := f"{module.__name__}.{name}"):
+            sys.modules[submodule] = value
+            _state.undo.append(partial(sys.modules.pop, submodule, None))
+
+
 def _generator_imported(module: ModuleType) -> None:
     """Patch the generator module. Never raises: an error in a hook would break the first import only."""
     if not _state.active or _state.installation is not None:
@@ -180,7 +221,7 @@ def _apply(module: ModuleType) -> None:
     selected: list[PatchSet] = []
     for patch_set in PATCH_SETS:
         record = patch_set.record
-        by_version = _by_version(patch_set.record.vllm, record.speculators, versions)
+        by_version = _by_version(record, versions)
         try:
             probe = patch_set.probe(target)
         except SeamMissing as missing:
@@ -199,8 +240,10 @@ def _apply(module: ModuleType) -> None:
         logger.warning("%s", support.untested_sentence(versions))
 
 
-def _by_version(vllm: str, speculators: str, versions: Versions) -> bool | None:
-    answers = (versions.vllm.matches(vllm), versions.speculators.matches(speculators))
+def _by_version(record: Record, versions: Versions) -> bool | None:
+    answers = [versions.vllm.matches(record.vllm), versions.speculators.matches(record.speculators)]
+    if record.transformers is not None:
+        answers.append(versions.transformers.matches(record.transformers))
     if False in answers:
         return False
     return None if None in answers else True

@@ -132,12 +132,28 @@ Change = Keyword | Members | Name | Wrap
 
 
 @dataclass(frozen=True)
+class Completion:
+    """Adds names that speculators imports to a module that has lost them: the last resort, and nothing is replaced.
+
+    ``missing(module)`` gives the names to add once ``module`` has been imported, none where nothing is missing. A new
+    module whose name is that of a submodule can be imported as such.
+    """
+
+    module: str
+    missing: Callable[[ModuleType], Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
 class PatchSet:
-    """One record, the probe that decides, and the changes. ``changes`` may depend on the speculators at hand."""
+    """One record, the probe that decides, and the changes. ``changes`` may depend on the speculators at hand.
+
+    ``completes`` acts before speculators is imported; everything else once its generator module is.
+    """
 
     record: Record
     probe: Callable[[Target], Probe]
     changes: Callable[[Target], tuple[Change, ...]]
+    completes: tuple[Completion, ...] = ()
 
 
 class Installation:

@@ -7,11 +7,26 @@ from spec_vllm_compat.versions import Versions
 
 #: Requirement strings, compared with pre-releases allowed.
 VLLM_ALLOWED = ">=0.11"
-VLLM_TESTED = ">=0.16,<0.17"
 SPECULATORS_ALLOWED = ">=0.3,<0.5"
-SPECULATORS_TESTED = ">=0.3,<0.5"
 
-_WORKING = f"Working pairs: speculators {SPECULATORS_ALLOWED} with vLLM {VLLM_ALLOWED} (tested: vLLM {VLLM_TESTED})."
+#: speculators to the vLLM releases that it was run with, every row right. Written by tools/render_matrix.py.
+TESTED: dict[str, tuple[str, ...]] = {
+    "0.3.0": ("0.12.0", "0.14.1", "0.16.0", "0.20.0", "0.24.0", "0.28.0", "0.32.0"),
+    "0.4.0": (),
+    "0.4.0.1": ("0.11.0", "0.11.1", "0.16.0", "0.18.0", "0.32.0"),
+}  # end
+
+
+def _tested_text(versions: Versions | None = None) -> str:
+    """The tested releases of vLLM, for the installed speculators where one is."""
+    for speculators, releases in TESTED.items():
+        if versions is not None and versions.speculators.matches(f"=={speculators}"):
+            return f"vLLM {', '.join(releases) or 'none'} with speculators {speculators}"
+    releases = max(TESTED.values(), key=len)
+    return f"vLLM {releases[0]} to {releases[-1]}, the releases in docs/support.md"
+
+
+_WORKING = f"Working pairs: speculators {SPECULATORS_ALLOWED} with vLLM {VLLM_ALLOWED} (tested: {_tested_text()})."
 
 
 def without_generator(versions: Versions) -> bool:
@@ -47,13 +62,17 @@ def require(versions: Versions) -> None:
 
 
 def is_tested(versions: Versions) -> bool:
-    return bool(versions.vllm.matches(VLLM_TESTED) and versions.speculators.matches(SPECULATORS_TESTED))
+    return any(
+        versions.speculators.matches(f"=={speculators}")
+        and any(versions.vllm.matches(f"=={vllm}") for vllm in releases)
+        for speculators, releases in TESTED.items()
+    )
 
 
 def untested_sentence(versions: Versions) -> str:
     return (
         f"vLLM {versions.vllm.text} with speculators {versions.speculators.text} has not been tested "
-        f"(tested: vLLM {VLLM_TESTED}, speculators {SPECULATORS_TESTED}); every probe holds, going on"
+        f"(tested: {_tested_text(versions)}); every probe holds, going on"
     )
 
 
@@ -61,5 +80,5 @@ def advice(versions: Versions) -> str:
     """What to do when a probe does not find what its patch set relies on."""
     return (
         f"vLLM {versions.vllm.text} is {'' if is_tested(versions) else 'not '}among the tested versions "
-        f"({VLLM_TESTED}). Install one of them, or report this text."
+        f"({_tested_text(versions)}). Install one of them, or report this text."
     )

@@ -44,6 +44,9 @@ class WorkerHandshake(Mixin):
         super().__init__(*args, **kwargs)
         try:
             self._shake_hands()
+            # The executor is the one place between the start of the workers and the planning of the KV cache.
+            if (ready := getattr(self, "workers_ready", None)) is not None:
+                ready()
         except BaseException:
             self.shutdown()
             raise

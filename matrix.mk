@@ -1,0 +1,15 @@
+# The matrix of versions. Included by Makefile.
+PYTHON ?= python3
+NOX ?= $(if $(UV),$(UV) tool run --quiet --with 'uv>=0.9' nox,nox)
+CELLS ?=
+VLLM ?= nightly
+
+.PHONY: matrix support contract
+matrix: | $(UV) ## check cells of the matrix: CELLS="0.32.0 0.16.0/0.3.0" or all; default: those without a result
+	CELLS="$(CELLS)" $(NOX) -f noxfile.py -s matrix; status=$$?; $(PYTHON) tools/render_matrix.py; exit $$status
+
+support: ## the support table from the results of the matrix
+	$(PYTHON) tools/render_matrix.py
+
+contract: ## what the patch sets lean on, in the sources of any vLLM: VLLM="0.33.0 nightly"
+	$(PYTHON) tools/contract.py $(VLLM)
