@@ -13,11 +13,13 @@ export HF_HUB_OFFLINE ?= 1
 export SPEC_VLLM_COMPAT_CACHE := $(CACHE)
 unexport PYTHONDONTWRITEBYTECODE PYTHONPATH
 
+include matrix.mk
+
 PYTHONS ?= 3.10 3.11 3.12 3.13
 
 .PHONY: help demo test lint docs env model lock wheel-check clean
 help: ## this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sort | sed -E 's/:.*## /\t/' | expand -t 12
 
 demo: env model ## the main job on a real model, compared with Transformers layer by layer
 	$(RUN) examples/demo.py $(CACHE)/SmolLM2-135M-Instruct

@@ -1,5 +1,5 @@
 # The matrix of versions. Included by Makefile.
-PYTHON ?= python3
+
 NOX ?= $(if $(UV),$(UV) tool run --quiet --with 'uv>=0.9' nox,nox)
 CELLS ?=
 VLLM ?= nightly

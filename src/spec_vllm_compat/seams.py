@@ -182,6 +182,11 @@ class Installation:
                 by_name[prefix + getattr(change, name)].append((patch_set.record.id, change))
         for name, owned in by_name.items():
             owner, first = owned[0]
+            kinds = {isinstance(change, (Name, Wrap)) for _, change in owned}
+            if len(kinds) > 1:
+                raise _cannot(
+                    owner, f"{name} to be either rebound or adapted", "both, by " + ", ".join(o for o, _ in owned)
+                )
             if isinstance(first, Wrap):
                 cls = self._require(owner, GENERATOR_CLASS)
                 original = vars(cls).get(first.method, _ABSENT)
