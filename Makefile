@@ -17,6 +17,7 @@ include matrix.mk
 
 PYTHONS ?= 3.10 3.11 3.12 3.13
 
+.DEFAULT_GOAL := help
 .PHONY: help demo test lint docs env model lock wheel-check clean
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sort | sed -E 's/:.*## /\t/' | expand -t 12
