@@ -14,6 +14,8 @@ from spec_vllm_compat.versions import Installed
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty site folder that is searched first and hides what is installed."""
     monkeypatch.setattr(sys, "path", [str(tmp_path), *[p for p in sys.path if "site-packages" not in p]])
+    for name in ("vllm", "speculators", "torch", "transformers"):
+        monkeypatch.delitem(sys.modules, name, raising=False)  # a loaded module is found without looking
     for name in ("VLLM", "SPECULATORS"):
         monkeypatch.delenv(f"SPEC_VLLM_COMPAT_{name}_VERSION", raising=False)
     import importlib

@@ -62,7 +62,8 @@ class BufferPool:
 
         The buffer comes back by itself when the array and everything made from it are gone.
         """
-        fitting = sorted((b for b in self._free if b.size >= size), key=lambda b: b.size)
+        # The smallest that fits, the one used last among equals: the others grow idle and are freed.
+        fitting = sorted((b for b in reversed(self._free) if b.size >= size), key=lambda b: b.size)
         if fitting:
             buffer = fitting[0]
             self._free.remove(buffer)

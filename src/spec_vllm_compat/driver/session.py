@@ -58,8 +58,9 @@ class Session:
         except _Interrupted:
             raise KeyboardInterrupt from None
         except Exception as error:
-            dead = [worker.rank for worker in executor.workers if not worker.proc.is_alive()]
-            happened = f"worker processes of ranks {dead} have ended" if dead else "the workers did not answer"
+            ended = [(w.rank, w.proc.exitcode) for w in executor.workers if not w.proc.is_alive()]
+            ranks = ", ".join(f"rank {rank} (exit code {code})" for rank, code in ended)
+            happened = f"worker processes have ended: {ranks}," if ended else "the workers did not answer"
             self.broken = f"{happened} in {request!r} ({type(error).__name__}: {error})"
             raise ExtractionError(f"{self.broken}; see the workers' own messages above") from error
         except BaseException:  # a second Ctrl-C: replies are still on their way
