@@ -30,6 +30,7 @@ GENERATOR_PACKAGE = "speculators.data_generation"
 GENERATOR_MODULE = f"{GENERATOR_PACKAGE}.vllm_hidden_states_generator"
 GENERATOR_CLASS = "VllmHiddenStatesGenerator"
 SWITCH = "SPEC_VLLM_COMPAT"
+_SAID = "_SPEC_VLLM_COMPAT_SAID_OFF"
 
 logger = logging.getLogger("spec_vllm_compat")
 
@@ -39,7 +40,6 @@ class _State:
     active: bool = False
     hooked: bool = False
     completing: bool = False
-    said_off: bool = False
     installation: Any = None  # seams.Installation once the generator module is patched
     failure: CompatError | None = None
     patches: list[PatchReport] = field(default_factory=list)
@@ -63,9 +63,9 @@ def install() -> None:
             raise _state.failure
         return
     if os.environ.get(SWITCH, "").lower() in {"off", "0", "false"}:
-        if not _state.said_off:
+        if _SAID not in os.environ:  # once, and not again in every worker
+            os.environ[_SAID] = "1"
             logger.warning("%s=%s: spec_vllm_compat is imported but changes nothing", SWITCH, os.environ[SWITCH])
-        _state.said_off = True
         return
     half = sys.modules.get(GENERATOR_MODULE)
     if half is not None and getattr(half.__spec__, "_initializing", False):  # wrapt would run the hook on it at once
