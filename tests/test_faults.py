@@ -100,11 +100,15 @@ def test_a_worker_error_is_raised_and_the_next_call_is_right(generator, batch, r
 
 def test_an_interrupt_leaves_nothing_behind(generator, batch, right):
     prompts = batch(*[1500] * 8)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell has it ignored
     timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        _generate_for_ever(generator, prompts)
-    timer.join()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            _generate_for_ever(generator, prompts)
+    finally:
+        timer.join()
+        signal.signal(signal.SIGINT, before)
     assert not generator.scheduler.requests
     assert generator.executor.session.call is None
     right(batch(40, 9, seed=2))

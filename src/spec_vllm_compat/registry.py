@@ -1,6 +1,7 @@
 """Selects patch sets by version and probe, applies them when speculators is imported, undoes them, reports.
 
-Nothing here imports torch, vLLM or speculators: everything happens in post-import hooks.
+Nothing here imports torch, vLLM or speculators: everything happens in post-import hooks. wrapt is imported with speculators,
+not before, so that a process which never extracts pays next to nothing.
 """
 
 from __future__ import annotations
@@ -14,8 +15,6 @@ from functools import partial
 from importlib.machinery import ModuleSpec
 from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
-
-import wrapt
 
 from spec_vllm_compat import support
 from spec_vllm_compat.errors import CompatError, PatchError, UnsupportedVersionError
@@ -75,16 +74,24 @@ def install() -> None:
         )
     _state.active = True
     sys.meta_path.insert(0, _GATE)
-    if not _state.hooked:  # wrapt has no way to take a hook back; the hooks ask whether we are active
-        _state.hooked = True
-        wrapt.register_post_import_hook(_package_imported, GENERATOR_PACKAGE)
-        wrapt.register_post_import_hook(_generator_imported, GENERATOR_MODULE)
-    else:
+    if _state.hooked:
         for name, hook in ((GENERATOR_PACKAGE, _package_imported), (GENERATOR_MODULE, _generator_imported)):
             if name in sys.modules:
                 hook(sys.modules[name])
+    elif "speculators" in sys.modules:
+        _register_hooks()
     if _state.failure is not None:
         raise _state.failure
+
+
+def _register_hooks() -> None:
+    if _state.hooked:  # wrapt has no way to take a hook back; the hooks ask whether we are active
+        return
+    _state.hooked = True
+    import wrapt
+
+    wrapt.register_post_import_hook(_package_imported, GENERATOR_PACKAGE)
+    wrapt.register_post_import_hook(_generator_imported, GENERATOR_MODULE)
 
 
 def uninstall() -> None:
@@ -129,6 +136,8 @@ class _Gate:
             and not any(finder.find_spec(name, None) for finder in sys.meta_path if finder is not self)
         ):
             raise support.no_speculators()
+        if name == "speculators":
+            _register_hooks()
         if name in ("speculators", GENERATOR_PACKAGE) and _is_import() and detect().speculators.present:
             _complete_modules()
         if name in (GENERATOR_PACKAGE, GENERATOR_MODULE):
@@ -170,6 +179,8 @@ def _package_imported(module: ModuleType) -> None:
 
 def _complete_modules() -> None:
     """Arrange that modules which lack a name that speculators imports get it as soon as they are imported."""
+    import wrapt
+
     from spec_vllm_compat.patches import PATCH_SETS
 
     if _state.completing:
@@ -257,6 +268,8 @@ def _fail(module: ModuleType, error: CompatError) -> None:
     cls = vars(module).get(GENERATOR_CLASS)
     if cls is None:
         return
+
+    import wrapt
 
     def refuse(_wrapped: Any, _instance: Any, _args: Sequence[Any], _kwargs: dict[str, Any]) -> None:
         raise error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import os
 import re
@@ -105,6 +104,8 @@ def _find(module: str, *, version_files: tuple[str, ...], distribution: str | No
         return Installed(module, override, variable, location)
     if location is None:
         return Installed(module, None, "no such module")
+    import importlib.metadata
+
     if distribution is not None:
         try:
             return Installed(module, importlib.metadata.version(distribution), "distribution metadata", location)
@@ -140,6 +141,8 @@ def _assigned_version(path: Path) -> str | None:
 
 def _version_beside(module: str, location: Path) -> tuple[str | None, str]:
     """Version of a distribution in the same site folder whose record lists the module."""
+    import importlib.metadata
+
     for folder in sorted(location.parent.glob(f"{module}*.dist-info")):
         distribution = importlib.metadata.PathDistribution(folder)
         files = distribution.read_text("RECORD") or ""
