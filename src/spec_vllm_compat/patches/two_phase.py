@@ -14,8 +14,10 @@ RECORD = Record(
         "The second step raises «State error: sample_tokens() must be called after execute_model() returns None.» The "
         "sampled token is of no use here. On model runner V1 nothing that a later prefill step needs happens in "
         "`sample_tokens` (read in 0.11.1 to 0.33.0: it samples, appends sampled tokens, proposes drafts), so the worker "
-        "drops the pending state right after the forward pass, in the same remote call. On model runner V2 the counters of "
-        "computed tokens advance inside `sample_tokens`, so there it is called."
+        "drops the pending state right after the forward pass, in the same remote call. Measured on CPU, sampling instead "
+        "takes as long (benchmarks/two_phase.py, median ratio 0.99): dropping is kept because it waits for nothing and leaves "
+        "no sampled token behind. On model runner V2 the counters of computed tokens advance inside `sample_tokens`, so there "
+        "it is called."
     ),
     changed="vLLM 0.11.1: `execute_model` keeps its state and returns None until `sample_tokens` is called.",
     source="vllm/v1/worker/gpu_model_runner.py `execute_model_state`; vllm/v1/worker/gpu/model_runner.py `postprocess`",
