@@ -22,10 +22,9 @@ import wrapt
 
 from spec_vllm_compat.errors import PatchError
 from spec_vllm_compat.records import Record
+from spec_vllm_compat.registry import GENERATOR_CLASS
 from spec_vllm_compat.versions import Versions
 
-GENERATOR_MODULE = "speculators.data_generation.vllm_hidden_states_generator"
-GENERATOR_CLASS = "VllmHiddenStatesGenerator"
 _ABSENT = object()
 
 if TYPE_CHECKING:
@@ -56,6 +55,11 @@ class Target:
 
     def binds(self, name: str) -> bool:
         return hasattr(self.module, name)
+
+    def passes(self, method: str, keyword: str) -> bool:
+        """Whether a method of the generator class passes ``keyword`` in one of its calls, by its compiled constants."""
+        code = vars(self.bound(GENERATOR_CLASS))[method].__code__
+        return any(keyword in names for names in code.co_consts if isinstance(names, tuple))
 
     def parameters(self, name: str) -> Mapping[str, inspect.Parameter]:
         """Parameters of the callable bound to ``name``."""

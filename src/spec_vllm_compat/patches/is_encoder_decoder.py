@@ -24,8 +24,7 @@ def _probe(target: Target) -> Probe:
     parameter = target.parameters("SchedulerConfig").get("is_encoder_decoder")
     if parameter is None or parameter.default is not parameter.empty:
         return Probe(False, "SchedulerConfig does not require it")
-    create = vars(target.bound("VllmHiddenStatesGenerator"))["_create_vllm_config"]
-    passed = any("is_encoder_decoder" in names for names in create.__code__.co_consts if isinstance(names, tuple))
+    passed = target.passes("_create_vllm_config", "is_encoder_decoder")
     return Probe(not passed, "required, passed by speculators" if passed else "required, not passed by speculators")
 
 

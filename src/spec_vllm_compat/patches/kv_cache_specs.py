@@ -23,8 +23,7 @@ RECORD = Record(
 def _probe(target: Target) -> Probe:
     if "kv_cache_specs" in target.parameters("get_kv_cache_config_from_groups"):
         return Probe(False, "the parameter is there")
-    init = vars(target.bound("VllmHiddenStatesGenerator"))["__init__"]
-    passed = any("kv_cache_specs" in names for names in init.__code__.co_consts if isinstance(names, tuple))
+    passed = target.passes("__init__", "kv_cache_specs")
     return Probe(passed, "no such parameter, " + ("passed by speculators" if passed else "not passed by speculators"))
 
 

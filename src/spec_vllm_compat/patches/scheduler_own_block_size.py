@@ -23,8 +23,7 @@ RECORD = Record(
 def _probe(target: Target) -> Probe:
     if "block_size" in target.parameters("Scheduler"):
         return Probe(False, "Scheduler takes a block size")
-    init = vars(target.bound("VllmHiddenStatesGenerator"))["__init__"]
-    passed = any("block_size" in names for names in init.__code__.co_consts if isinstance(names, tuple))
+    passed = target.passes("__init__", "block_size")
     return Probe(passed, "no such parameter, " + ("passed by speculators" if passed else "not passed by speculators"))
 
 

@@ -40,13 +40,13 @@ def find_decoder_layers(model: nn.Module, count: int) -> tuple[str, nn.ModuleLis
     return next(iter(outermost.items()))
 
 
-def residual_stream(output: Any, out: torch.Tensor | None, rows: int) -> torch.Tensor:
+def residual_stream(output: Any, out: torch.Tensor, rows: int) -> torch.Tensor:
     """First ``rows`` rows of the residual stream after a decoder layer, before the final norm.
 
     Args:
         output: what the layer returned: ``(hidden, residual)``, ``(hidden, None)`` or the stream itself, each
             ``[tokens, hidden_size]``.
-        out: ``[rows, hidden_size]`` to write into, or None to make a new tensor.
+        out: ``[rows, hidden_size]`` to write into.
         rows: number of rows that belong to requests; padding comes after them.
 
     Raises:
@@ -60,7 +60,7 @@ def residual_stream(output: Any, out: torch.Tensor | None, rows: int) -> torch.T
             f"expected a layer output of [tokens >= {rows}, hidden_size], with or without residual; found {form}"
         )
     if residual is None:
-        return hidden[:rows].clone() if out is None else out.copy_(hidden[:rows])
+        return out.copy_(hidden[:rows])
     if hidden.shape != residual.shape or hidden.dtype is not residual.dtype:
         raise CaptureError(
             f"hidden states {hidden.dtype} {tuple(hidden.shape)} and residual {residual.dtype} {tuple(residual.shape)} differ"
