@@ -18,7 +18,7 @@ include matrix.mk
 PYTHONS ?= 3.10 3.11 3.12 3.13
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint docs env model lock wheel-check clean
+.PHONY: help demo test lint docs site env model lock wheel-check clean
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sort | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -35,6 +35,9 @@ lint: $(UV) ## ruff and mypy
 
 docs: env ## generated pages (tables of patch sets)
 	$(RUN) tools/render_docs.py
+
+site: $(UV) ## the documentation site, into site/; a broken link or anchor is an error
+	$(UV) run --quiet --isolated --only-group docs mkdocs build --quiet
 
 env: $(VENV)/ready
 model: $(CACHE)/SmolLM2-135M-Instruct/config.json
