@@ -2,12 +2,13 @@
 
 In the repository, README.md links to ``docs/x.md`` and pages link to ``../benchmarks/x.json``; those links stay. On the
 site the pages of :data:`ROOT_PAGES` are pages too, and every other file that a page links to is shown as a page of its own,
-so the site needs no address of a repository and always shows the file that belongs to the text. A link to a file that is
-not there is left as it is, and the strict build stops at it.
+so the site needs no address of a repository and always shows the file that belongs to the text. A link to a file that the
+repository does not have is a warning, at which the strict build stops.
 """
 
 from __future__ import annotations
 
+import logging
 import posixpath
 import re
 from pathlib import Path
@@ -21,6 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOT_PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
 LANGUAGES = {".py": "python", ".json": "json", ".sh": "sh", ".yml": "yaml", ".toml": "toml", ".mk": "make"}
 LINK = re.compile(r"(?<=\]\()([^)\s#:]+)(?=[)#])")
+logger = logging.getLogger("mkdocs.hooks.site")
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
@@ -46,8 +48,10 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
 
     def resolved(link: re.Match[str]) -> str:
         target = _target(source, link[0])
-        here = posixpath.dirname(page.file.src_uri)
-        return posixpath.relpath(_uri(target), here or ".") if target else link[0]
+        if target is None:
+            logger.warning("%s links to %s, which is not in the repository", source, link[0])
+            return link[0]
+        return posixpath.relpath(_uri(target), posixpath.dirname(page.file.src_uri) or ".")
 
     return LINK.sub(resolved, markdown)
 
