@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -94,7 +98,9 @@ def test_every_message_of_the_source_is_on_the_page() -> None:
     assert not missing, f"docs/troubleshooting.md does not list: {missing}"
 
 
-@pytest.mark.parametrize("quote", ["nothing says this", "token_ids is full: expected …", "request …: expected … cows; found …"])
+@pytest.mark.parametrize(
+    "quote", ["nothing says this", "token_ids is full: expected …", "request …: expected … cows; found …"]
+)
 def test_an_invented_message_is_found_out(quote: str, strings: list[str]) -> None:
     assert not any(_matches(quote, text) for text in strings)
 
@@ -103,9 +109,90 @@ def test_every_message_that_a_patch_set_quotes_is_on_the_page() -> None:
     page = " ".join(_page().partition(OURS)[0].split())
     said = []
     for path in sorted((SOURCE / "patches").glob("*.py")):
-        for text in filter(None, map(_template, (n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.expr)))):
+        for text in filter(
+            None, map(_template, (n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.expr)))
+        ):
             said += re.findall(r"«([^»]+)»", text)
     assert len(said) > 12
     for message in said:
         for part in re.split(r"…|\(\d+\)", message):
             assert part.strip(" .") in page, f"docs/troubleshooting.md does not list {message!r}"
+
+
+# ------------------------------------------------------------------------------------- docs/adding-a-patch-set.md
+
+
+def _blocks(language: str) -> list[str]:
+    page = (ROOT / "docs" / "adding-a-patch-set.md").read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```$", page, re.M | re.S)
+
+
+def _apply(diff: str, root: Path) -> None:
+    """Make the change that a block of the page shows: + after the line before it, or in place of the - before it."""
+    head, *lines = diff.splitlines()
+    file = root / head.removeprefix("--- ")
+    text, before = file.read_text(), ""
+    for line in lines:
+        if line.startswith("+"):
+            text = text.replace(before, f"{before}{line[1:]}\n", 1) if before else text
+            before = f"{line[1:]}\n"
+        elif line.startswith("-"):
+            assert text.count(f"{line[1:]}\n") == 1, line
+            text, before = text.replace(f"{line[1:]}\n", "\0", 1), "\0"
+        elif line != "@@":
+            before = f"{line[1:]}\n"
+            assert text.count(before) == 1, line
+    file.write_text(text.replace("\0", ""))
+
+
+@pytest.fixture(scope="module")
+def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the repository in which the walk-through has been followed."""
+    root = tmp_path_factory.mktemp("repository")
+    shutil.copytree(SOURCE, root / "src" / "spec_vllm_compat", ignore=shutil.ignore_patterns("__pycache__"))
+    for folder in ("tests", "tools"):
+        shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    (root / "docs").mkdir()
+    module, test = _blocks("python")
+    (root / "src" / "spec_vllm_compat" / "patches" / "prefill_policy.py").write_text(module)
+    for diff in _blocks("diff"):
+        _apply(diff, root)
+    with (root / "tests" / "test_patch_sets.py").open("a") as file:
+        file.write(f"\n\n{test}")
+    return root
+
+
+def _python(root: Path, *arguments: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(root / "src")}
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=root, env=environment, capture_output=True, text=True, check=False
+    )
+    return f"{done.returncode}\n{done.stdout}{done.stderr}"
+
+
+def test_the_walk_through_works(extended: Path) -> None:
+    said = _python(extended, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_patch_sets.py", "-k", "policy")
+    assert said.startswith("0\n")
+    assert "3 passed" in said
+
+
+def test_the_walk_through_is_in_the_generated_page(extended: Path) -> None:
+    pytest.importorskip("numpy")
+    assert _python(extended, "tools/render_docs.py").startswith("0\n")
+    page = (extended / "docs" / "patch-sets.md").read_text()
+    assert (
+        "| [prefill_policy](#prefill_policy) | `SchedulerConfig` requires `prefill_policy`. | vLLM `>=0.34` |" in page
+    )
+
+
+def test_the_contract_sees_the_change_of_the_walk_through(extended: Path, tmp_path: Path) -> None:
+    config = tmp_path / "vllm" / "config" / "__init__.py"
+    config.parent.mkdir(parents=True)
+    config.write_text(
+        "class SchedulerConfig:\n    max_num_seqs: int\n    max_num_batched_tokens: int\n    prefill_policy: str\n"
+    )
+    (tmp_path / "vllm" / "__init__.py").write_text("")
+    message = _blocks("")[1]
+    assert "requires prefill_policy, which nobody passes" in message
+    assert message in _python(ROOT, "tools/contract.py", str(tmp_path))
+    assert "prefill_policy" not in _python(extended, "tools/contract.py", str(tmp_path))

@@ -46,7 +46,13 @@ def render() -> str:
         INTRODUCTION.rstrip(),
     ]
     for kind, title in KINDS.items():
-        lines += ["", f"**{title}**", "", "| patch set | in a line | needed for | can go |", "| --- | --- | --- | --- |"]
+        lines += [
+            "",
+            f"**{title}**",
+            "",
+            "| patch set | in a line | needed for | can go |",
+            "| --- | --- | --- | --- |",
+        ]
         lines += [_row(record) for record in records if record.kind is kind]
     for record in records:
         lines += [
