@@ -119,12 +119,66 @@ def test_every_message_that_a_patch_set_quotes_is_on_the_page() -> None:
             assert part.strip(" .") in page, f"docs/troubleshooting.md does not list {message!r}"
 
 
+# ------------------------------------------------------------------------------------------------- commands on pages
+
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def _fenced(page: Path) -> tuple[list[tuple[str, str]], str]:
+    """The blocks of a page as (language, text), and what is outside of them."""
+    parts = re.split(r"^```(.*)\n", page.read_text(encoding="utf-8"), flags=re.M)
+    blocks = [(parts[i], parts[i + 1]) for i in range(1, len(parts) - 1, 4)]
+    return blocks, "".join(parts[0::4])
+
+
+def _commands(page: Path, program: str) -> list[list[str]]:
+    """Calls of a program in the blocks of a page and in its code spans."""
+    blocks, rest = _fenced(page)
+    shell = [text.replace("\\\n", " ") for language, text in blocks if language in ("", "sh")]
+    lines = [line.removeprefix("$ ").strip() for text in shell for line in text.splitlines()]
+    lines += [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", rest)]
+    return [line.split() for line in lines if line.startswith(f"{program} ")]
+
+
+def test_commands_and_options_on_pages_exist() -> None:
+    from spec_vllm_compat.cli import cli
+
+    seen = set()
+    for page in PAGES:
+        for _, name, *words in _commands(page, "spec-vllm-compat"):
+            if name.startswith("-"):
+                continue
+            command = cli.commands[name] if name in cli.commands else cli.get_command(None, name)  # type: ignore[arg-type]
+            assert command is not None, f"{page.name}: no command {name}"
+            known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+            given = {word.partition("=")[0] for word in words if word.startswith("--")} if name != "run" else set()
+            assert given <= known | {"--help"}, f"{page.name}: {name} has no {given - known}"
+            seen.add(name)
+    assert seen >= {"doctor", "preflight", "extract", "verify", "run"}
+
+
+def test_make_targets_on_pages_exist() -> None:
+    rules = "".join((ROOT / name).read_text(encoding="utf-8") for name in ("Makefile", "matrix.mk"))
+    targets = set(re.findall(r"^([a-z-]+):", rules, re.M))
+    named = {word for page in PAGES for call in _commands(page, "make") for word in call[1:] if word.isalpha()}
+    assert {"demo", "test", "site", "contract"} <= named <= targets
+
+
+def test_commands_of_the_start_page_are_run_with_the_readme() -> None:
+    start, readme = (
+        {text for language, text in _fenced(page)[0] if language == "sh"}
+        for page in (ROOT / "docs" / "start.md", ROOT / "README.md")
+    )
+    assert start
+    assert start <= readme
+
+
 # ------------------------------------------------------------------------------------- docs/adding-a-patch-set.md
 
 
 def _blocks(language: str) -> list[str]:
-    page = (ROOT / "docs" / "adding-a-patch-set.md").read_text(encoding="utf-8")
-    return re.findall(rf"^```{language}\n(.*?)^```$", page, re.M | re.S)
+    return [text for found, text in _fenced(ROOT / "docs" / "adding-a-patch-set.md")[0] if found == language]
 
 
 def _apply(diff: str, root: Path) -> None:
