@@ -174,6 +174,12 @@ def test_commands_of_the_start_page_are_run_with_the_readme() -> None:
     assert start <= readme
 
 
+def test_every_public_name_is_in_the_reference() -> None:
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    directives = re.findall(r"^::: ([\w.]+)$", page, re.M)
+    assert {name.rpartition(".")[2] for name in directives} >= set(spec_vllm_compat.__all__) - {"__version__"}
+
+
 # ------------------------------------------------------------------------------------- docs/adding-a-patch-set.md
 
 

@@ -59,5 +59,5 @@ class ExtractionError(CompatError):
     """The rows of a request are missing, doubled or not what the model computed, or a worker failed.
 
     Raised by ``generate()`` instead of returning any row. Requests of that call are dropped and the next call is right,
-    unless workers ended or did not answer: then every further call raises :class:`CompatError`.
+    unless workers ended or did not answer: then every further call raises ``CompatError``.
     """

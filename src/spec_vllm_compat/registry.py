@@ -97,7 +97,7 @@ def _register_hooks() -> None:
 
 
 def uninstall() -> None:
-    """Take every change back: names, methods and import hooks are as they were before :func:`install`.
+    """Take every change back: names, methods and import hooks are as they were before ``install()``.
 
     Generators that exist already keep working; new ones are those of speculators alone.
     """
