@@ -119,6 +119,43 @@ def test_every_message_that_a_patch_set_quotes_is_on_the_page() -> None:
             assert part.strip(" .") in page, f"docs/troubleshooting.md does not list {message!r}"
 
 
+@pytest.mark.stack
+@pytest.mark.parametrize(
+    ("message", "package", "file"),
+    [
+        ("State error: sample_tokens() must be called after execute_model() returns None.", "vllm", "v1/worker/gpu_model_runner.py"),
+        ("Hybrid KV cache manager is disabled but failed to convert the KV cache specs to one unified type", "vllm", "v1/core/kv_cache_utils.py"),
+        ("max_num_batched_tokens (…) is smaller than max_model_len (…). This effectively limits the maximum sequence length", "vllm", "config/scheduler.py"),
+        ("Failed to infer device type", "vllm", "config/device.py"),
+        ("Cannot re-initialize CUDA in forked subprocess", "torch", "cuda/__init__.py"),
+        ("Failed to capture hidden states from worker", "speculators", "data_generation/vllm_hidden_states_generator.py"),
+        ("Layer index … out of bounds [0, …]", "speculators", "data_generation/vllm_hidden_states_generator.py"),
+        ("Request … not found in captured states. Available: …", "speculators", "data_generation/vllm_hidden_states_generator.py"),
+    ],
+)  # fmt: skip
+def test_messages_of_others_are_theirs(message: str, package: str, file: str) -> None:
+    from spec_vllm_compat.versions import detect
+
+    if message.startswith("Request") and not detect().speculators.matches(">=0.4"):
+        pytest.skip("a message of speculators 0.4")
+    assert f"`{message}" in " ".join(_page().partition(OURS)[0].split())
+    location = getattr(detect(), package).location
+    strings = map(
+        _template, (node for node in ast.walk(ast.parse((location / file).read_text())) if isinstance(node, ast.expr))
+    )
+    assert any(_matches(message, text) for text in strings if text)
+
+
+@pytest.mark.stack
+def test_the_truth_value_of_a_tensor() -> None:
+    import torch
+
+    message = "Boolean value of Tensor with more than one value is ambiguous"
+    assert f"`{message}`" in _page()
+    with pytest.raises(RuntimeError, match=message):
+        bool(torch.ones(2))
+
+
 # ------------------------------------------------------------------------------------------------- commands on pages
 
 
