@@ -156,6 +156,16 @@ def test_the_truth_value_of_a_tensor() -> None:
         bool(torch.ones(2))
 
 
+def test_files_are_loaded_without_running_code_as_the_security_page_says() -> None:
+    calls = [node for tree in _parsed() for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    loads = [call for call in calls if ast.unparse(call.func).endswith(("torch.load", "pickle.load", "pickle.loads"))]
+    assert loads
+    for call in loads:
+        assert "weights_only=True" in [ast.unparse(keyword).replace(" ", "") for keyword in call.keywords], ast.unparse(
+            call
+        )
+
+
 # ------------------------------------------------------------------------------------------------- commands on pages
 
 
