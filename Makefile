@@ -37,7 +37,7 @@ docs: env ## generated pages (tables of patch sets)
 	$(RUN) tools/render_docs.py
 
 site: $(UV) ## the documentation site, into site/; a broken link or anchor is an error
-	NO_MKDOCS_2_WARNING=1 $(UV) run --quiet --isolated --only-group docs mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(UV) run --quiet --isolated --only-group docs sh -c "mkdocs build --quiet && python tools/site_gate.py"
 
 env: $(VENV)/ready
 model: $(CACHE)/SmolLM2-135M-Instruct/config.json
