@@ -352,6 +352,11 @@ def one_engine(
             "batch_against_one_at_a_time": worst(got, alone),
             "batch_against_its_reverse": worst(got, backwards),
             "error_of_another_layer": wrong,
+            "lengths_with_wrong_rows": [
+                len(there["hidden_states"][0])
+                for here, there in zip(got, want, strict=True)
+                if worst([here], [there]) > 1.5 * own
+            ],
             "model_runners": [identity.model_runner for identity in identities],
             "container": generator.executor.session.capturing.container,
             "mla_steps": seen,

@@ -34,7 +34,7 @@ def batches() -> dict[str, list[list[int]]]:
         "one token": batch(1),
         "mixed lengths, longest first": batch(2000, 900, 300, 77, 16, 15, 2, 1),
         "prompts over steps": batch(3000, 17, 3900, 1, 256, 3999, 120, 4000, 4000, 5),
-        "80 sequences": batch(*[3 + 7 * (i * 37 % 80) for i in range(80)]),
+        "80 sequences": batch(*[3 + i * 37 % 80 for i in range(80)]),
         "shared prefix": [prefix + tail for tail in batch(5, 900, 1, 64)] + [prefix],
     }
 
@@ -90,6 +90,24 @@ def steps(worker: Any) -> list[tuple[int, int]]:
     return seen
 
 
+def fail_once(worker: Any) -> None:
+    """Let the second step from now fail after its forward pass, with its state pending."""
+    runner = worker.model_runner
+    original = runner.execute_model
+    count = 0
+
+    def execute_model(*args: Any, **keywords: Any) -> Any:
+        nonlocal count
+        count += 1
+        result = original(*args, **keywords)
+        if count == 2:
+            runner.execute_model = original
+            raise RuntimeError("failed on purpose")
+        return result
+
+    runner.execute_model = execute_model
+
+
 def one_runner(path: Path, runner: str, tp: int, report: dict[str, Any]) -> dict[str, list[dict]]:
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1" if runner == "V2" else "0"
     begin = time.monotonic()
@@ -104,6 +122,14 @@ def one_runner(path: Path, runner: str, tp: int, report: dict[str, Any]) -> dict
         for name, prompts in batches().items():
             results[name] = generator.generate(prompts)
             report["steps"][name] = [s for s in generator.executor.collective_rpc(steps)[0] if s[0]]
+        generator.executor.collective_rpc(fail_once)
+        long = batches()["prompts over steps"]
+        try:
+            generator.generate(long)
+            report["failed_call"] = "no error"
+        except spec_vllm_compat.CompatError as error:
+            report["failed_call"] = f"{type(error).__name__}: {error}"[:120]
+        report["worst_row_error_after_failed_call"] = worst(generator.generate(long), results["prompts over steps"])
         small = batch(40, 3, 200, 9, 1, 77, 12, 130)
         first = generator.generate(small)
         again = 0.0
@@ -148,6 +174,7 @@ def main() -> int:
             print(name, json.dumps(entry), flush=True)
     for runner, tp in runners:
         said = report[f"{runner}, tp {tp}"]
+        right &= "failed on purpose" in said["failed_call"] and said["worst_row_error_after_failed_call"] < BOUND
         right &= said["model_runners"] == [runner] * tp and said[f"worst_row_error_over_{CALLS}_calls"] < BOUND
         right &= all((".gpu.model_runner." in rank["class"]) == (runner == "V2") for rank in said["after"])
         right &= all(rank["requests"] == 0 for rank in said["after"])

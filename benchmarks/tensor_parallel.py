@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -135,6 +136,7 @@ def one_family(family: str, tp: int) -> dict[str, Any]:
             "error_of_another_layer": wrong,
             "right": error < BOUND < wrong,
             "ranks": [identity.tensor_parallel_rank for identity in identities],
+            "model_runners": [identity.model_runner for identity in identities],  # vLLM's own choice
             "ranks_that_keep_rows": parallel.executor.collective_rpc(copies),
             "peak_bytes_by_rank": parallel.executor.collective_rpc(peak_bytes),
             "compiled": parallel.executor.collective_rpc(compiled)[0],
@@ -195,7 +197,7 @@ def fork(tmp: Path, tp: int) -> str:
         "from speculators.data_generation import VllmHiddenStatesGenerator\n"
         f"generator = VllmHiddenStatesGenerator({str(tmp)!r}, layer_ids=[1], max_model_len=64, "
         f"gpu_memory_utilization=0.3, tensor_parallel_size={tp})\n"
-        "print(tuple(generator.generate([[5, 6, 7]])[0]['hidden_states'][0].shape))\n"
+        "print('rows of shape', tuple(generator.generate([[5, 6, 7]])[0]['hidden_states'][0].shape))\n"
         "generator.executor.shutdown()\n"
     )
     done = subprocess.run(
@@ -206,8 +208,9 @@ def fork(tmp: Path, tp: int) -> str:
         timeout=240,
         check=False,
     )
-    if done.returncode == 0:
-        return f"rows of shape {next(line for line in done.stdout.splitlines() if line.startswith('('))}"
+    rows = re.search(r"rows of shape \(.*?\)", done.stdout)
+    if done.returncode == 0 and rows is not None:
+        return rows[0]
     return done.stderr.strip().splitlines()[-1][:400]
 
 
