@@ -107,6 +107,7 @@ class Capture:
             if not scheduled:
                 return Step()
             chunks = _chunks(_batch_order(self._runner), scheduler_output)
+            require_mla_context_in_place(getattr(self._runner, "execute_model_state", None), chunks)
             if set(self._calls) != {1}:
                 raise CaptureError(
                     f"expected each target layer to run once a step; layers {self.capturing.layer_ids} ran {self._calls} times"
@@ -233,6 +234,38 @@ def finish_two_phase(worker: Any) -> None:
         runner.kv_connector_output = None
     else:  # model runner V2: counters of computed tokens advance in sample_tokens
         worker.sample_tokens(None)
+
+
+def require_mla_context_in_place(state: Any, chunks: Sequence[Chunk]) -> None:
+    """Refuse a step in which MLA left out the earlier part of a prompt.
+
+    Of the sequences that vLLM does not take as decoding, MLA gives the earlier part of the prompt to the first
+    ``prefill_tokens_with_context`` tokens (vLLM 0.20 to 0.27, mla_attention.py). Model runner V2 sorts a batch by length, so
+    a new prompt can come before the rest of an older one, which is then computed without its beginning: rows off by more
+    than their own norm, seen with 0.23.0. Model runner V1 puts the older ones first.
+
+    Args:
+        state: the pending state of the step, which on model runner V2 keeps the attention metadata.
+        chunks: the step's batch, in order.
+
+    Raises:
+        CaptureError: a sequence's earlier part was left out, or given to one that has none.
+    """
+    metadata = getattr(state, "attn_metadata", None)
+    for layer in metadata.values() if isinstance(metadata, dict) else ():
+        context = getattr(getattr(layer, "prefill", None), "chunked_context", None)
+        tokens = getattr(context, "prefill_tokens_with_context", None)
+        if tokens is None:
+            continue
+        begin = 0
+        for chunk in chunks[layer.num_decodes :]:
+            if (chunk.start > 0) != (begin < tokens):
+                raise CaptureError(
+                    f"expected {chunk.request_id} (tokens {chunk.start} to {chunk.start + chunk.rows}) to attend to "
+                    f"{chunk.start} earlier tokens; this vLLM's MLA on model runner V2 mistakes which prompts of a step have "
+                    "some. Set VLLM_USE_V2_MODEL_RUNNER=0 and build a new generator."
+                )
+            begin += chunk.rows
 
 
 def _unwrapped(runner: Any) -> torch.nn.Module:
