@@ -30,7 +30,8 @@ def of_vllm(model: Path, prompts: Sequence[list[int]], memory: float) -> list[li
     command = [sys.executable, "-m", "spec_vllm_compat.cli.logprobs"]
     done = subprocess.run(command, input=asked, env=variables, capture_output=True, text=True, timeout=900, check=False)
     if not out.exists():
-        raise RuntimeError(f"vLLM alone cannot run it: {' '.join(done.stderr.split())[-600:]}")
+        last = [line for line in done.stderr.splitlines() if "Error" in line] or done.stderr.splitlines() or [""]
+        raise RuntimeError(f"vLLM alone cannot run it: {last[-1].strip()}")
     return [[{int(k): v for k, v in row.items()} for row in rows] for rows in json.loads(out.read_text())]
 
 
