@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
@@ -199,7 +198,7 @@ class Verification:
         expected = [number for number in range(total + len(skipped)) if number not in skipped]
         holes = sorted(set(expected) - set(self._files))
         if holes or not self._files:
-            self.problem("holes", f"{len(holes)} samples are not there", *_ranges(holes))
+            self.problem("holes", f"{len(holes)} samples are not there", *(f"data_{number}" for number in holes))
         for manifest in self.manifests.values():
             for failed in manifest["failed"]:
                 if failed["number"] in holes:
@@ -207,7 +206,7 @@ class Verification:
                     self.problem("failed", "samples failed", f"data_{failed['number']}: {why:.150}")
         extra = [number for number in self._files if expected and number > expected[-1]]
         if extra:
-            self.problem("extra", "there are samples past the end of the data", *_ranges(extra))
+            self.problem("extra", "there are samples past the end of the data", *(f"data_{number}" for number in extra))
 
     def _name_faults(self) -> None:
         files = self.found.values()
@@ -311,14 +310,3 @@ def _hash(ids: Any) -> str:
     import numpy
 
     return sha256(numpy.asarray(ids, dtype=numpy.int64).tobytes()).hexdigest()
-
-
-def _ranges(numbers: Sequence[int]) -> list[str]:
-    """[1, 2, 3, 7] as ["data_1-3", "data_7"]."""
-    spans: list[list[int]] = []
-    for number in numbers:
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    return [f"data_{first}" if first == last else f"data_{first}-{last}" for first, last in spans]
