@@ -18,15 +18,24 @@ TOP = 20  # log-probabilities a position
 NATS = 0.3  # mean difference of a row that rounding may reach in bfloat16; a row of another token is off by about one
 
 
-def of_vllm(model: Path, prompts: Sequence[list[int]], memory: float) -> list[list[dict[int, float]]]:
-    """Token id to log-probability, for every position but the first of each prompt.
+def of_vllm(generator: Any, prompts: Sequence[list[int]]) -> list[list[dict[int, float]]]:
+    """Token id to log-probability, for every position but the first of each prompt, by a vLLM without us.
+
+    Args:
+        generator: a generator on the weights of :mod:`weights`, whose settings are taken.
+        prompts: token ids.
 
     Raises:
         RuntimeError: vLLM alone cannot run the model.
     """
-    out = model / "logprobs.json"
+    cache, out = generator.vllm_config.cache_config, Path(generator.model_path, "logprobs.json")
     variables = {**os.environ, "SPEC_VLLM_COMPAT": "off", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    asked = json.dumps({"model": str(model), "prompts": prompts, "memory": memory, "out": str(out)})
+    settings = {
+        "model": generator.model_path,
+        "block_size": cache.block_size,
+        "gpu_memory_utilization": cache.gpu_memory_utilization,
+    }
+    asked = json.dumps({"settings": settings, "prompts": prompts, "out": str(out)})
     command = [sys.executable, "-m", "spec_vllm_compat.cli.logprobs"]
     done = subprocess.run(command, input=asked, env=variables, capture_output=True, text=True, timeout=900, check=False)
     if not out.exists():
@@ -77,8 +86,8 @@ def _judge() -> None:
 
     asked = json.load(sys.stdin)
     llm = LLM(
-        asked["model"], load_format=FORMAT, enforce_eager=True, max_model_len=1024, max_logprobs=TOP,
-        gpu_memory_utilization=asked["memory"], trust_remote_code=True,
+        **asked["settings"], load_format=FORMAT, enforce_eager=True, max_model_len=1024, max_logprobs=TOP,
+        trust_remote_code=True,
     )  # fmt: skip
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=TOP)
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in asked["prompts"]], params, use_tqdm=False)

@@ -14,6 +14,8 @@ from spec_vllm_compat.cli.options import JoinedLayers, layer_ids_option
 from spec_vllm_compat.cli.progress import human
 from spec_vllm_compat.cli.target import TargetModel, read_target, text_part
 
+CACHE_MEMORY_FRACTION = 0.2  # speculators 0.3 and 0.4
+
 HELP = """Try MODEL (a folder, a config.json, or a hub id that is in the cache) before the long load.
 
 Its configuration is made small, a few layers of small widths, with the architecture kept; the weights are random.
@@ -117,7 +119,6 @@ def _memory(target: TargetModel, tp_size: int, utilization: float) -> str:
     """Weights of the full model against what a device has, and what is left for the KV cache."""
     import psutil
     import torch
-    from speculators.data_generation import vllm_hidden_states_generator as module
 
     weights, source = _weights(target)
     if torch.cuda.is_available():
@@ -133,7 +134,7 @@ def _memory(target: TargetModel, tp_size: int, utilization: float) -> str:
     left = free - weights / tp_size
     if left <= 0:
         return f"{text}: it does NOT fit"
-    cache, token = left * utilization * module.CACHE_MEMORY_FRACTION, _kv_bytes(target, tp_size)
+    cache, token = left * utilization * CACHE_MEMORY_FRACTION, _kv_bytes(target, tp_size)
     return f"{text}; speculators makes {human(cache)} of what is left a KV cache, {cache / token:,.0f} tokens of {human(token)}"
 
 

@@ -7,6 +7,7 @@ import random
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ class Trial:
     def __init__(self, target: TargetModel, place: Path, *, full: bool, quantized: bool, trust_remote_code: bool):
         self.place, self.full, self.lines = place, full, list[str]()
         folder = target.folder if target.folder and (target.folder / "tokenizer_config.json").exists() else None
-        self.config = dict(target.config) if full else shrink(target.config, keep_vocabulary=folder is not None)
+        self.config = deepcopy(target.config) if full else shrink(target.config, keep_vocabulary=folder is not None)
         if not quantized:
             for part in (self.config, text_part(self.config)):
                 part.pop("quantization_config", None)
@@ -76,22 +77,16 @@ class Trial:
         import spec_vllm_compat  # noqa: F401, I001 - before speculators
         from speculators.data_generation import vllm_hidden_states_generator as module
 
-        from spec_vllm_compat.cli import logprobs
-
         text = text_part(self.config)
         count = text["num_hidden_layers"]
         layers = sorted({0, count // 2, count - 1}) if self.full else list(range(count))
         draw = random.Random(1)
         top = min(text["vocab_size"], VOCABULARY) - 32
         batches = [[[draw.randrange(3, top) for _ in range(n)] for n in lengths] for lengths in BATCHES]
-        memory = memory if self.full else min(memory, 0.3)
-        judged = None
-        if not self.known and not self.full and tp_size == 1:  # shards of other sizes would be other random weights
-            judged = logprobs.of_vllm(self.place, [ids for batch in batches for ids in batch], memory)
         with _trial_settings(module, random_weights=not self.known):
             generator = module.VllmHiddenStatesGenerator(
-                str(self.place), layer_ids=layers, max_model_len=STEP, gpu_memory_utilization=memory,
-                tensor_parallel_size=tp_size,
+                str(self.place), layer_ids=layers, max_model_len=STEP, tensor_parallel_size=tp_size,
+                gpu_memory_utilization=memory if self.full else min(memory, 0.3),
             )  # fmt: skip
         try:
             results = [sample for batch in batches for sample in generator.generate(batch)]
@@ -101,8 +96,8 @@ class Trial:
                 self._against_transformers(results, layers)
             else:
                 self._against_single(generator, results)
-            if judged is not None:
-                self._against_log_probabilities(generator, results, judged)
+            if not self.known and not self.full and tp_size == 1:  # other shards would be other random weights
+                self._against_log_probabilities(generator, results)
         finally:
             generator.executor.shutdown()
 
@@ -128,11 +123,12 @@ class Trial:
         text = self._judge("one at a time", torch.cat(own), torch.cat(neighbours), TOLERANCE)
         self.lines.append(f"compared   batches with one sequence at a time, relative error: {text}")
 
-    def _against_log_probabilities(self, generator: Any, results: Sequence[Any], judged: Sequence[Any]) -> None:
+    def _against_log_probabilities(self, generator: Any, results: Sequence[Any]) -> None:
         import torch
 
-        from spec_vllm_compat.cli.logprobs import NATS, differences
+        from spec_vllm_compat.cli.logprobs import NATS, differences, of_vllm
 
+        judged = of_vllm(generator, [sample["input_ids"].tolist() for sample in results])
         own, neighbours = [], []
         for sample, expected in zip(results, judged, strict=True):
             rows = sample["hidden_states"][-1][: len(expected)]  # the last row predicts a token that is not there
@@ -144,7 +140,7 @@ class Trial:
 
     def _judge(self, what: str, own: Any, neighbours: Any, tolerance: float) -> str:
         """A comparison counts only where it would have seen the rows of neighbours."""
-        far, seen = int((own > tolerance).sum()), float((neighbours > tolerance).float().mean())
+        far, seen = int((~(own <= tolerance)).sum()), float((neighbours > tolerance).float().mean())
         text = (
             f"{len(own):,} rows, {float(own.median()):.2g} (median), {float(own.max()):.2g} (worst), {far} beyond "
             f"{tolerance}; neighbours' rows would be off by {float(neighbours.median()):.2g}"
