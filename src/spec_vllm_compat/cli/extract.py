@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from spec_vllm_compat.cli import samples as prepared_data
-from spec_vllm_compat.cli.options import JoinedLayers, layer_ids_option
+from spec_vllm_compat.cli.options import ManyValues, layer_ids_option
 from spec_vllm_compat.cli.samples import Prepared
 from spec_vllm_compat.cli.target import read_target
 from spec_vllm_compat.errors import CompatError
@@ -42,7 +42,7 @@ DTYPE = click.Choice(["auto", "bfloat16", "float16", "float32"])
 COUNT, NUMBER = click.IntRange(1), click.IntRange(0)
 
 
-@click.command("extract", help=HELP, short_help="Extract hidden states; resumable.", cls=JoinedLayers,
+@click.command("extract", help=HELP, short_help="Extract hidden states; resumable.", cls=ManyValues,
                context_settings={"show_default": True})  # fmt: skip
 @click.option("--model-path", required=True, metavar="MODEL", help="Folder or hub id of the target model.")
 @click.option(

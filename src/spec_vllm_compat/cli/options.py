@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 
-class JoinedLayers(click.Command):
+class ManyValues(click.Command):
     """Reads ``--layer-ids 2 30 58 60`` as ``--layer-ids 2,30,58,60``."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:

@@ -19,11 +19,11 @@ from spec_vllm_compat.cli.samples import Prepared, Sample
 from spec_vllm_compat.cli.store import (
     check_sample,
     find_samples,
+    link_lengths,
     part_of,
     read_json,
     sample_path,
     write_json,
-    write_lengths,
 )  # fmt: skip
 from spec_vllm_compat.cli.target import TargetModel
 from spec_vllm_compat.errors import CompatError
@@ -148,7 +148,9 @@ class Plan:
                 "choose another --output-dir, or take fewer samples or layers. Nothing was started."
             )
         lengths = {str(sample.number): len(sample.input_ids) for sample in self.prepared.samples}
-        write_lengths(self.root, {self.path(sample).parent for sample in self.own}, lengths)
+        write_json(self.root / "sample_lengths.json", lengths)
+        for folder in sorted({self.path(sample).parent for sample in self.own}):
+            link_lengths(self.root, folder)
         write_json(self.root / "data_config.json", self.data_config())
         self.write_manifest()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from spec_vllm_compat.cli.options import JoinedLayers, layer_ids_option
+from spec_vllm_compat.cli.options import ManyValues, layer_ids_option
 from spec_vllm_compat.cli.progress import human
 from spec_vllm_compat.cli.target import TargetModel, read_target, text_part
 
@@ -29,7 +29,7 @@ one-at-a-time extraction.
 """
 
 
-@click.command("preflight", help=HELP, short_help="Try a small copy of a model.", cls=JoinedLayers,
+@click.command("preflight", help=HELP, short_help="Try a small copy of a model.", cls=ManyValues,
                context_settings={"show_default": True})  # fmt: skip
 @click.argument("model", metavar="MODEL")
 @layer_ids_option("Layers that you will extract. Default: speculators' choice.")

@@ -16,7 +16,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -48,37 +48,36 @@ def find_samples(root: Path) -> tuple[dict[int, list[Path]], list[Path]]:
     return dict(sorted(samples.items())), strays
 
 
-@contextmanager
-def _replacing(path: Path, part: Path) -> Iterator[None]:
-    """A kill or a power cut at any moment leaves the old state or the new one."""
+def part_of(path: Path) -> Path:
+    """Where a file is written before it is whole."""
+    return path.with_name(f".{path.name}.part")
+
+
+def publish(path: Path, write: Callable[[Path], Any], part: Path | None = None) -> int:
+    """Write a file so that a kill or a power cut at any moment leaves the old state or the new one. Returns bytes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = part or part_of(path)
     try:
-        yield
+        write(part)
         with part.open("rb") as written:
             os.fsync(written.fileno())
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
-
-
-def part_of(path: Path) -> Path:
-    """Where a sample is written before it is whole."""
-    return path.with_name(f".{path.name}.part")
-
-
-def write_sample(path: Path, sample: dict[Any, Any]) -> int:
-    """Write a sample; returns bytes."""
-    import torch
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with _replacing(path, part_of(path)):
-        torch.save(sample, part_of(path))
     return path.stat().st_size
 
 
+def write_sample(path: Path, sample: dict[Any, Any]) -> int:
+    """Write a sample for ``torch.load``; returns bytes."""
+    import torch
+
+    return publish(path, lambda part: torch.save(sample, part))
+
+
 def write_json(path: Path, value: Any) -> None:
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")  # shards side by side write some files at the same time
-    with _replacing(path, part):
-        part.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    text = json.dumps(value, indent=1) + "\n"
+    part = part_of(path).with_suffix(f".{os.getpid()}")  # shards side by side write some files at the same time
+    publish(path, lambda part: part.write_text(text, encoding="utf-8"), part)
 
 
 def read_json(path: Path) -> Any:
@@ -91,11 +90,10 @@ def read_json(path: Path) -> Any:
         raise CompatError(f"{path}: expected JSON; found {error}. Move the file away and start again.") from None
 
 
-def write_lengths(root: Path, folders: set[Path], lengths: dict[str, int]) -> None:
-    """The trainer of speculators 0.4 looks for the lengths beside the first sample that it happens to list."""
-    write_json(root / "sample_lengths.json", lengths)
-    for folder in sorted(folders - {root}):
-        folder.mkdir(exist_ok=True)
+def link_lengths(root: Path, folder: Path) -> None:
+    """The trainer of speculators 0.4 looks for ``sample_lengths.json`` beside the sample that it happens to list first."""
+    folder.mkdir(exist_ok=True)
+    if folder != root:
         try:
             (folder / "sample_lengths.json").symlink_to("../sample_lengths.json")
         except FileExistsError:
@@ -160,6 +158,14 @@ def check_sample(
     )  # fmt: skip
     problems = [(kind, text) for kind, wrong, text in checks if wrong]
     return problems + (_values(states) if values else []), sample
+
+
+def sound_sample(path: Path, **expected: Any) -> dict[str, Any]:
+    """The sample, or CompatError with the first thing that :func:`check_sample` finds wrong."""
+    problems, sample = check_sample(path, **expected)
+    if problems or sample is None:
+        raise CompatError(f"{path}: {problems[0][1]}. `spec-vllm-compat verify` on the folder says more.")
+    return sample
 
 
 def _format(sample: Any) -> str | None:
