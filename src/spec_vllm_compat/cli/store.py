@@ -197,9 +197,9 @@ def _values(states: list[Any]) -> list[Problem]:
     for index, rows in enumerate(states):
         peaks = torch.linalg.vector_norm(rows, ord=float("inf"), dim=-1) if rows.numel() else rows.new_ones(0)
         for kind, bad, text in (
-            ("finite", ~torch.isfinite(peaks), "holds NaN or infinite values"),
-            ("zero", peaks == 0, "every value is zero"),
+            ("finite", ~torch.isfinite(peaks), " holds NaN or infinite values"),
+            ("zero", peaks == 0, ": every value is zero"),
         ):
             if bad.any():
-                return [(kind, f"tensor {index}, row {int(bad.nonzero()[0])}: {text}")]
+                return [(kind, f"tensor {index}, row {int(bad.nonzero()[0])}{text}")]
     return []
