@@ -53,10 +53,13 @@ def part_of(path: Path) -> Path:
     return path.with_name(f".{path.name}.part")
 
 
-def publish(path: Path, write: Callable[[Path], Any], part: Path | None = None) -> int:
+def publish(path: Path, write: Callable[[Path], Any]) -> int:
     """Write a file so that a kill or a power cut at any moment leaves the old state or the new one. Returns bytes."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = part or part_of(path)
+    return _replace(path, part_of(path), write)
+
+
+def _replace(path: Path, part: Path, write: Callable[[Path], Any]) -> int:
     try:
         write(part)
         with part.open("rb") as written:
@@ -77,7 +80,7 @@ def write_sample(path: Path, sample: dict[Any, Any]) -> int:
 def write_json(path: Path, value: Any) -> None:
     text = json.dumps(value, indent=1) + "\n"
     part = part_of(path).with_suffix(f".{os.getpid()}")  # shards side by side write some files at the same time
-    publish(path, lambda part: part.write_text(text, encoding="utf-8"), part)
+    _replace(path, part, lambda part: part.write_text(text, encoding="utf-8"))
 
 
 def read_json(path: Path) -> Any:
