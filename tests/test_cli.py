@@ -354,6 +354,25 @@ def test_a_comparison_must_tell_right_rows_from_wrong_ones(tmp_path):
             trial._judge("x", own, neighbours, 0.1)
 
 
+def test_a_copy_that_was_not_quantised_is_no_trial_of_it(tmp_path):
+    from spec_vllm_compat import CompatError
+    from spec_vllm_compat.cli.trial import Trial
+
+    made = {}
+    for kept in (True, False):
+        read = target(tmp_path, quantization_config={"quant_method": "gptq", "bits": 4})
+        pytest.importorskip("transformers")
+        made[kept] = Trial.__new__(Trial)
+        made[kept]._written_by_transformers = lambda _trust: True
+        made[kept].__init__(read, tmp_path / str(kept), full=False, quantized=kept, trust_remote_code=False)
+        written = json.loads((tmp_path / str(kept) / "config.json").read_text())
+        assert ("quantization_config" in written) is kept is made[kept].quantized
+    with pytest.raises(CompatError, match="found UnquantizedLinearMethod alone"):
+        made[True]._is_quantized(["UnquantizedLinearMethod"])
+    made[True]._is_quantized(["GPTQLinearMethod", "UnquantizedLinearMethod"])
+    assert made[True].lines == ["layers     GPTQLinearMethod"]
+
+
 @pytest.mark.stack
 def test_random_weights_are_the_same_every_time_and_of_like_size():
     import torch

@@ -36,9 +36,14 @@ class Trial:
         self.place, self.full, self.lines = place, full, list[str]()
         folder = target.folder if target.folder and (target.folder / "tokenizer_config.json").exists() else None
         self.config = deepcopy(target.config) if full else shrink(target.config, keep_vocabulary=folder is not None)
-        if not quantized:
-            for part in (self.config, text_part(self.config)):
+        self.quantized = False
+        for part in (self.config, text_part(self.config)):
+            if not quantized:
                 part.pop("quantization_config", None)
+            elif method := part.get("quantization_config"):
+                self.quantized = True
+                if method.get("quant_method") == "gptq":  # else vLLM looks into the checkpoint, and there is none
+                    method.setdefault("modules_in_block_to_quantize", ["proj"])
         text_part(self.config)["dtype"] = self.config["dtype"] = "bfloat16"
         place.mkdir(parents=True, exist_ok=True)
         (place / "config.json").write_text(json.dumps(self.config, indent=1))
@@ -92,6 +97,8 @@ class Trial:
             results = [sample for batch in batches for sample in generator.generate(batch)]
             container = generator.executor.session.capturing.container
             self.lines.append(f"hooks      {container}.K, K = {layers}; {self.config['architectures'][0]}")
+            if self.quantized:
+                self._is_quantized(generator.executor.collective_rpc(_methods)[0])
             if self.known:
                 self._against_transformers(results, layers)
             else:
@@ -100,6 +107,12 @@ class Trial:
                 self._against_log_probabilities(generator, results)
         finally:
             generator.executor.shutdown()
+
+    def _is_quantized(self, methods: Sequence[str]) -> None:
+        quantized = [name for name in methods if not name.startswith("Unquantized") and "KVCache" not in name]
+        if not quantized:
+            raise CompatError(f"expected quantised layers in vLLM's model; found {', '.join(methods)} alone")
+        self.lines.append(f"layers     {', '.join(quantized)}")
 
     def _against_transformers(self, results: Sequence[Any], layers: list[int]) -> None:
         from spec_vllm_compat.cli.compare import TOLERANCE, compare
@@ -151,6 +164,12 @@ class Trial:
         if far > (len(own) // 10 if any(name in text_part(self.config) for name in ROUTED) else 0):
             raise CompatError(f"rows differ from {what}: {text}")
         return text
+
+
+def _methods(worker: Any) -> list[str]:
+    """In the worker: how vLLM holds the weights of its layers."""
+    methods = (getattr(module, "quant_method", None) for module in worker.model_runner.model.modules())
+    return sorted({type(method).__name__ for method in methods if method is not None})
 
 
 def _first_line(error: BaseException) -> str:
