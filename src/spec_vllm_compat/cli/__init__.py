@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from typing import Any
 
 import click
 
@@ -56,19 +55,13 @@ def cli() -> None:
 def main(args: list[str] | None = None) -> None:
     """Entry point of the command. Exits with 0, 1 or 2."""
     try:
-        outcome: Any = cli.main(args, prog_name="spec-vllm-compat", standalone_mode=False)
-    except click.exceptions.Exit as done:
-        sys.exit(done.exit_code)
+        sys.exit(cli.main(args, prog_name="spec-vllm-compat", standalone_mode=False))
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
     except CompatError as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(1)
-    except (KeyboardInterrupt, click.Abort):
+    except click.Abort:  # Ctrl-C
         click.echo("interrupted", err=True)
         sys.exit(130)
-    if callable(outcome):  # `run`: the user's program starts here, outside of click's own error handling
-        outcome()
-    elif isinstance(outcome, int):
-        sys.exit(outcome)
