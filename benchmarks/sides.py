@@ -117,12 +117,15 @@ class Engine:
             self.idle_calls = getattr(self, "idle_calls", buffers.IDLE_CALLS)
             buffers.IDLE_CALLS = idle or self.idle_calls
             gen.executor.collective_rpc(end_steps_by, args=("sample" if side == "sample" else "drop",))
+        if side == "replies":
+            self._compare_ways(point.batches[0])
+            gen.executor.session.shared = False
         begin = time.perf_counter()
         if side == "prefill":
             for batch in point.batches:
                 self._prefill(batch)
                 calls.append(time.perf_counter())
-        elif side in ("generate", "sample", "hand"):
+        elif side in ("generate", "sample", "replies", "hand"):
             for batch in point.batches:
                 gen.generate(batch)
                 calls.append(time.perf_counter())
@@ -130,6 +133,8 @@ class Engine:
             assert folder is not None
             begin = self._save(point, folder, calls, side)
         end = time.perf_counter()
+        if side == "replies":
+            gen.executor.session.shared = True
         numbers = [begin, *calls]
         session = gen.executor.session if self.ours else None
         return {
@@ -140,6 +145,22 @@ class Engine:
             "device_peak_bytes": gen.executor.collective_rpc(device_peak),
             "host_peak_bytes": [peak_memory(pid) for pid in self.pids],
         }
+
+    def _compare_ways(self, batch: list[list[int]]) -> None:
+        """Rows in the replies, as where a worker cannot map our memory, must be those of the fast way, bit for bit."""
+        import torch
+
+        session = self.generator.executor.session
+        lengths = [max(1, len(ids) // (1 + index % 5)) for index, ids in enumerate(batch)]
+        batch = [ids[:length] for ids, length in zip(batch, lengths, strict=True)]
+        for again in (batch, batch[::-1], [*batch, *batch]):
+            session.shared = True
+            fast = self.generator.generate(again)
+            session.shared = False
+            for one, other in zip(fast, self.generator.generate(again), strict=True):
+                for rows, others in zip(one["hidden_states"], other["hidden_states"], strict=True):
+                    assert torch.equal(rows, others), "rows in replies differ from rows in shared memory"
+        session.shared = True
 
     def _save(self, point: Point, folder: Path, calls: list[float], side: str) -> float:
         """As the stock script does, or as `extract` does; `disk`: the rows of one batch again and again."""

@@ -5,7 +5,8 @@
 Sides:
     prefill            the same engine without capture: vLLM's own execute_model and sample_tokens; ratios are to this one
     generate           speculators' generate() with spec_vllm_compat; results of a batch are dropped before the next one
-    save=DIR           the same, every sample written to DIR by eight threads with torch.save, as the stock script does
+    replies            the same, but rows travel in the replies, as from another host; compared with the fast way first
+    save=DIR           generate, every sample written to DIR by eight threads with torch.save, as the stock script does
     save=DIR,IDLE      the same, buffers given back after IDLE calls without use instead of what the library has chosen
     extract=DIR        the same as the command `extract` writes: four threads, each file synchronised with the disk
     disk=DIR, disk-extract=DIR   the writing alone, of rows that are there already: what the file system takes by itself
