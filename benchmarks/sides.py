@@ -40,6 +40,14 @@ class Point:
         self.batches = [ids[i : i + batch] for i in range(0, sequences, batch)]
 
 
+def processor_seconds() -> float:
+    """What this process and everything that it has started have used so far."""
+    import psutil
+
+    this = psutil.Process()
+    return sum(sum(process.cpu_times()[:2]) for process in (this, *this.children(recursive=True)))
+
+
 def peak_memory(pid: int) -> int:
     """Most resident bytes of a process since :func:`forget_peak`."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
@@ -99,6 +107,7 @@ class Engine:
             tensor_parallel_size=options["tp"],
         )
         self.layers = options["layers"]
+        self.compared = False
         self.pids = [os.getpid(), *(worker.proc.pid for worker in self.generator.executor.workers)]
 
     def run(self, point: Point, side: str, folder: Path | None, idle: int | None) -> dict[str, Any]:
@@ -118,7 +127,9 @@ class Engine:
             buffers.IDLE_CALLS = idle or self.idle_calls
             gen.executor.collective_rpc(end_steps_by, args=("sample" if side == "sample" else "drop",))
         if side == "replies":
-            self._compare_ways(point.batches[0])
+            if not self.compared:
+                self._compare_ways(point.batches[0])
+            self.compared = True
             gen.executor.session.shared = False
         begin = time.perf_counter()
         if side == "prefill":
@@ -349,7 +360,10 @@ def main() -> None:
             if key not in points:
                 points = {key: Point(**command["point"])}
             folder = Path(command["folder"]) if command["folder"] else None
-            out.write(json.dumps(side.run(points[key], command["side"], folder, command["idle"])) + "\n")
+            before = processor_seconds()
+            reply = side.run(points[key], command["side"], folder, command["idle"])
+            reply["processor_seconds"] = processor_seconds() - before
+            out.write(json.dumps(reply) + "\n")
     if name in ("ours", "hand"):
         side.generator.executor.shutdown()
 

@@ -246,6 +246,9 @@ class Comparison:
                 result[label]["ratio_to_prefill"] = spread(
                     [one / other for one, other in zip(values, base, strict=False)]
                 )
+            # On a machine that does other things too, processor time says more than the time that passes.
+            used = [tokens[label] / one["processor_seconds"] for one in replies[label]]
+            result[label]["tokens_per_processor_second"] = spread(used)
             result[label]["rounds"] = replies[label]
         return result
 
@@ -256,7 +259,7 @@ class Comparison:
 
     def sweep(self, name: str, values: list[int], rounds: int) -> list[dict[str, Any]]:
         wanted = {*self.options.sweep_sides, *(["sample", "hand"] if name == "short" else [])}
-        sides = [side for side in self.sides if side.kind in wanted]
+        sides = [side for side in self.sides if side.kind in wanted and not side.argument]
         points = []
         for value in values:
             if time.monotonic() > self.deadline:
@@ -270,7 +273,7 @@ class Comparison:
             elif name == "calls":
                 size.update(sequences=value * self.options.batch, length=min(self.options.length, 256))
             else:
-                size.update(length=value, batch=32)
+                size.update(length=value, batch=32, sequences=256)
             points.append({name: value, "size": size, "sides": self.measure(sides, rounds, **size)})
         return points
 
@@ -334,7 +337,10 @@ def main() -> None:
     for label, side in report.get("sides", {}).items():
         rate, ratio = side["tokens_per_second"], side.get("ratio_to_prefill")
         tail = f"  {ratio['median']:.3f} of prefill ({ratio['lowest']:.3f} to {ratio['highest']:.3f})" if ratio else ""
-        print(f"{label:<45} {rate['median']:>10,.0f} tokens/s{tail}")
+        print(
+            f"{label:<45} {rate['median']:>10,.0f} tokens/s{tail}; "
+            f"{side['tokens_per_processor_second']['median']:,.0f} tokens a processor second"
+        )
 
 
 if __name__ == "__main__":
