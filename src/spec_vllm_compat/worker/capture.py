@@ -17,7 +17,7 @@ class Capture:
     """Hooks on the target decoder layers of one worker's model.
 
     The buffer on the device holds one step: ``[layers, max_num_batched_tokens, hidden_size]`` in the model's dtype. On CUDA
-    a step is copied out on a stream of its own while the next one runs, layer by layer and one layer ahead of it.
+    a step is copied out on a stream of its own, while the next one runs up to its first target layer.
 
     Args:
         worker: vLLM's worker, its model loaded.
@@ -43,7 +43,7 @@ class Capture:
         ]
         self._handles.append(model.register_forward_pre_hook(self._on_model, with_kwargs=True))
         self.sink = sink
-        self._copies = _Copies(len(layer_ids)) if sink.cuda else None
+        self._copies = _Copies() if sink.cuda else None
         self.capturing = Capturing(container, tuple(layer_ids))
 
     def remove(self) -> Sink:
@@ -79,7 +79,7 @@ class Capture:
             shape = (len(self._calls), self._capacity, sample.shape[-1])
             self._buffer = torch.empty(shape, dtype=sample.dtype, device=sample.device)
         if self._copies is not None:
-            self._copies.before_layer_is_written(index)
+            self._copies.before_buffer_is_written()
         residual_stream(output, self._buffer[index, : self._rows], self._rows)
 
     def step(self, worker: Any, scheduler_output: Any, layout: Layout | None) -> Step:
@@ -137,14 +137,12 @@ class Capture:
                 *(None if values is None else values.cpu().numpy() for values in (token_ids, positions)),
             )
         else:
-            memory = self.sink.memory(layout.segment)
-            small = _small_places(memory, layout, chunks, peaks, token_ids, positions)
-            large = _row_places(memory, layout, chunks, rows)
+            pairs = _places(self.sink.memory(layout.segment), layout, chunks, rows, peaks, token_ids, positions)
             if self._copies is None:
-                for there, here in [*small, *(pair for layer in large for pair in layer)]:
+                for there, here in pairs:
                     there.copy_(here)
             else:
-                self._copies.copy(small, large)
+                self._copies.copy(pairs)
         return Step(chunks, calls, token_ids is not None, positions is not None, inline)
 
     def _input(self, name: str) -> torch.Tensor | None:
@@ -155,81 +153,66 @@ class Capture:
         return value[: self._rows].to(torch.int64, copy=True)
 
 
-#: A place in the driver's memory, and the tensor that belongs there.
-_Pair = tuple[torch.Tensor, torch.Tensor]
-
-
 class _Copies:
     """Copies from the device on a stream of their own, in order with the model's."""
 
-    def __init__(self, layers: int) -> None:
+    def __init__(self) -> None:
         self._stream = torch.cuda.Stream()
         self._computed = torch.cuda.Event()
-        self._copied = [torch.cuda.Event() for _ in range(layers)]
-        self._small: list[torch.Tensor] = []  # kept until the model's stream has waited for their copies
+        self._copied = torch.cuda.Event()
+        self._sources: list[torch.Tensor] = []  # kept until the model's stream has waited for the copies
 
     def wait_for_model(self) -> None:
         """Before a step: vLLM reuses the host memory from which the previous step's inputs are copied."""
         self._computed.synchronize()
 
-    def before_layer_is_written(self, layer: int) -> None:
-        torch.cuda.current_stream().wait_event(self._copied[layer])
-        self._small.clear()  # they are copied before any layer
+    def before_buffer_is_written(self) -> None:
+        if self._sources:
+            torch.cuda.current_stream().wait_event(self._copied)
+            self._sources.clear()
 
-    def copy(self, small: Sequence[_Pair], large: Sequence[Sequence[_Pair]]) -> None:
+    def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self._computed.record()
-        self._small = [here for _, here in small]
+        self._sources = [here for _, here in pairs]
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(self._computed)
-            for there, here in small:
+            for there, here in pairs:
                 there.copy_(here, non_blocking=True)
-            for pairs, copied in zip(large, self._copied, strict=True):
-                for there, here in pairs:
-                    there.copy_(here, non_blocking=True)
-                copied.record()
+            self._copied.record()
 
     def wait_for_copies(self) -> None:
-        self._stream.synchronize()
+        self._copied.synchronize()
 
 
-def _place(memory: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
-    return memory[offset : offset + like.nbytes].view(like.dtype).view(like.shape)
-
-
-def _row_places(memory: torch.Tensor, layout: Layout, chunks: Sequence[Chunk], rows: torch.Tensor) -> list[list[_Pair]]:
-    """Layer by layer, where the rows of each request belong."""
-    places: list[list[_Pair]] = [[] for _ in range(layout.layers)]
-    begin = 0
-    for chunk in chunks:
-        before, own = layout.requests[chunk.request_id]
-        for layer, pairs in enumerate(places):
-            here = rows[layer, begin : begin + chunk.rows]
-            pairs.append((_place(memory, layout.rows_at(before, own, layer, chunk.start), here), here))
-        begin += chunk.rows
-    return places
-
-
-def _small_places(
+def _places(
     memory: torch.Tensor,
     layout: Layout,
     chunks: Sequence[Chunk],
+    rows: torch.Tensor,
     peaks: torch.Tensor,
     token_ids: torch.Tensor | None,
     positions: torch.Tensor | None,
-) -> list[_Pair]:
-    """Where everything else belongs."""
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Pairs of a place in the driver's memory and the tensor that belongs there."""
+    tokens = layout.tokens
+
+    def place(offset: int, like: torch.Tensor) -> torch.Tensor:
+        return memory[offset : offset + like.nbytes].view(like.dtype).view(like.shape)
+
     pairs = []
     begin = 0
     for chunk in chunks:
         here = slice(begin, begin + chunk.rows)
-        at = layout.requests[chunk.request_id][0] + chunk.start
+        before, own = layout.requests[chunk.request_id]
+        at = before + chunk.start
         for layer in range(layout.layers):
-            offset = layout.peaks_at + 4 * (layer * layout.tokens + at)
-            pairs.append((_place(memory, offset, peaks[layer, here]), peaks[layer, here]))
+            offset = layout.rows_at(before, own, layer, chunk.start)
+            pairs.append((place(offset, rows[layer, here]), rows[layer, here]))
+            pairs.append((place(layout.peaks_at + 4 * (layer * tokens + at), peaks[layer, here]), peaks[layer, here]))
         if token_ids is not None:
-            pairs.append((_place(memory, layout.token_ids_at + 8 * at, token_ids[here]), token_ids[here]))
+            pairs.append((place(layout.token_ids_at + 8 * at, token_ids[here]), token_ids[here]))
         if positions is not None:
-            pairs.append((_place(memory, layout.positions_at + 8 * at, positions[here]), positions[here]))
+            pairs.append((place(layout.positions_at + 8 * at, positions[here]), positions[here]))
         begin += chunk.rows
     return pairs
 
