@@ -14,6 +14,7 @@ RESULTS = Path(__file__).parent / "results"
 NAMES = {
     "prefill": "prefill alone",
     "generate": "`generate()`",
+    "replies": "`generate()`, rows in the replies",
     "hand": "repaired by hand",
     "transformers": "Transformers `output_hidden_states`",
 }
@@ -23,6 +24,8 @@ def name_of(label: str) -> str:
     kind, _, rest = label.partition("=")
     folder, _, idle = rest.partition(",")
     where = "memory file system" if folder.startswith("/dev/shm") else "disk"
+    if kind == "generate" and idle:
+        return f"`generate()`, buffers freed after {idle} calls"
     if kind == "save":
         return f"`generate()`, all saved, {where}" + (f", buffers freed after {idle} calls" if idle else "")
     if kind == "extract":
@@ -41,6 +44,8 @@ def table(result: dict[str, Any]) -> str:
             + (f"{ratio['median']:.3f} | {ratio['lowest']:.3f} to {ratio['highest']:.3f} |" if ratio else " | |")
         )
     for name, points in result.get("sweeps", {}).items():
+        if not any("generate" in point["sides"] for point in points):
+            continue
         lines += [
             "",
             f"| {name} | prefill alone, s a call | `generate()`, s a call | of prefill |",
