@@ -84,7 +84,7 @@ def draw(results: list[dict[str, Any]], out: Path) -> None:
     )
     for result, axes in zip(results, rows, strict=True):
         bars, *lines = axes
-        sides = {label: side for label, side in result["sides"].items() if not label.startswith("disk")}
+        sides = {label: side for label, side in result["sides"].items() if not label.startswith("disk") and "," not in label}
         names = [name_of(label).replace("`", "") for label in sides]
         rates = [side["tokens_per_second"] for side in sides.values()]
         middle = [rate["median"] for rate in rates]
@@ -124,7 +124,9 @@ def draw(results: list[dict[str, Any]], out: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--results", type=Path, nargs="+", default=[RESULTS / "h200.json", RESULTS / "cpu.json"])
+    parser.add_argument(
+        "--results", type=Path, nargs="+", default=sorted(RESULTS.glob("h200.json")) + sorted(RESULTS.glob("cpu.json"))
+    )
     parser.add_argument("--table", action="store_true", help="print tables and draw nothing")
     options = parser.parse_args()
     results = [json.loads(path.read_text()) for path in options.results]
