@@ -18,7 +18,7 @@ include matrix.mk bench.mk
 PYTHONS ?= 3.10 3.11 3.12 3.13
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint docs env model lock wheel-check clean
+.PHONY: help demo test lint docs site env model lock wheel-check clean
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sort | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -35,6 +35,9 @@ lint: $(UV) ## ruff and mypy
 
 docs: env ## generated pages (tables of patch sets)
 	$(RUN) tools/render_docs.py
+
+site: $(UV) ## the documentation site, into site/; a broken link or anchor is an error
+	NO_MKDOCS_2_WARNING=1 $(UV) run --quiet --isolated --only-group docs sh -c "mkdocs build --quiet && python tools/site_gate.py"
 
 env: $(VENV)/ready
 model: $(CACHE)/SmolLM2-135M-Instruct/config.json
@@ -54,15 +57,22 @@ $(VENV)/ready: $(LOCK) pyproject.toml | $(UV)
 $(CACHE)/SmolLM2-135M-Instruct/config.json: | $(VENV)/ready
 	$(RUN) tools/smollm2.py $(CACHE)
 
-wheel-check: $(UV) ## the wheel in clean environments, with the newest and the oldest dependencies
+# The wheel is built from the sdist, and its tests are those that the sdist holds.
+wheel-check: $(UV) ## sdist and wheel in clean environments, with the newest and the oldest dependencies
 	rm -rf dist && $(UV) build --quiet
+	$(UV) tool run --quiet 'twine==6.2.0' check --strict dist/*
+	mkdir dist/sdist && tar -xzf dist/*.tar.gz -C dist/sdist --strip-components 1
 	@export PATH=$$PATH:$$(echo $$HOME/.pyenv/versions/3.1[0-3]*/bin | tr ' ' :); for resolution in highest lowest-direct; do for python in $(PYTHONS); do \
 	  if ! $(UV) python find --no-python-downloads $$python >/dev/null 2>&1; then echo "NOT RUN: python $$python is not on this machine"; continue; fi; \
 	  echo "python $$python, $$resolution" && \
 	  $(UV) venv --quiet --clear --no-python-downloads --python $$python .venv-wheel && \
 	  $(UV) pip install --quiet --python .venv-wheel/bin/python --resolution $$resolution dist/*.whl 'pytest>=8' && \
 	  $(UV) pip check --quiet --python .venv-wheel/bin/python && \
-	  (cd tests && ../.venv-wheel/bin/python -m pytest -q -p no:cacheprovider test_versions.py test_registry.py) || exit 1; done; done
+	  (cd dist/sdist/tests && $(CURDIR)/.venv-wheel/bin/python -m pytest -q -p no:cacheprovider test_versions.py test_registry.py) || exit 1; done; done
+	@echo "from the sdist" && $(UV) venv --quiet --clear --python $(PYTHON) .venv-wheel && \
+	  $(UV) pip install --quiet --python .venv-wheel/bin/python dist/*.tar.gz --group test && \
+	  $(UV) pip check --quiet --python .venv-wheel/bin/python && \
+	  (cd dist/sdist && $(CURDIR)/.venv-wheel/bin/python -m pytest -q -p no:cacheprovider -m "not stack")
 
 lock: $(UV) ## resolve the environments anew
 	for version in 0.3.0 0.4.0.1; do \

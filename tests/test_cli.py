@@ -190,6 +190,7 @@ def test_doctor_wrong_speculators(findings, monkeypatch, speculators, text):
     assert text in found.reason
 
 
+@pytest.mark.stack
 def test_doctor_fork_on_cuda(findings, monkeypatch):
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
     assert findings()["processes"].status == "ok"
@@ -201,6 +202,7 @@ def test_doctor_a_patch_set_that_cannot_be_applied(findings):
     assert found["patch_sets"].status == "fail"
 
 
+@pytest.mark.stack
 def test_doctor_imports_that_fail(findings):
     found = findings(generator={"error": "ImportError: no such name", "at": "x.py:1"})
     assert "no such name" in found["patch_sets"].reason

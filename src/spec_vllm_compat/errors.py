@@ -4,15 +4,25 @@ from __future__ import annotations
 
 
 class CompatError(RuntimeError):
-    """Base class of everything that spec_vllm_compat raises on purpose."""
+    """Base class of everything that spec_vllm_compat raises on purpose.
+
+    Raised itself where no subclass fits: speculators was imported too early, a generator's workers are gone, a setting has
+    an unknown value.
+    """
 
 
 class UnsupportedVersionError(CompatError, ImportError):
-    """The installed speculators and vLLM are not a pair that extraction can run on."""
+    """The installed speculators and vLLM are not a pair that extraction can run on.
+
+    Raised by the import of ``speculators.data_generation``; an ``ImportError`` too, so that code which does without the
+    generator where it is missing goes on doing so.
+    """
 
 
 class PatchError(CompatError):
     """A patch set that should apply cannot be applied.
+
+    Raised whenever a generator is built, not only the first time: nothing runs half patched.
 
     Args:
         patch_set: id of the patch set.
@@ -30,12 +40,24 @@ class PatchError(CompatError):
 
 
 class WorkerMismatchError(CompatError):
-    """A worker process does not run what the driver runs."""
+    """A worker process does not run what the driver runs.
+
+    Raised while a generator is built, before the first token: versions of spec_vllm_compat and vLLM and the ids of the
+    applied patch sets are compared with every rank. The workers are ended.
+    """
 
 
 class InvalidBatchError(CompatError, ValueError):
-    """The batch given to ``generate()`` cannot be extracted; nothing was started."""
+    """The batch given to ``generate()`` cannot be extracted.
+
+    No sequence, an empty one, something other than integers, a token id outside of the model's vocabulary, or a prompt that
+    is larger than the KV cache. Nothing was started, and the generator takes the next batch. A ``ValueError`` too.
+    """
 
 
 class ExtractionError(CompatError):
-    """The rows of a request are missing, doubled or not what the model computed."""
+    """The rows of a request are missing, doubled or not what the model computed, or a worker failed.
+
+    Raised by ``generate()`` instead of returning any row. Requests of that call are dropped and the next call is right,
+    unless workers ended or did not answer: then every further call raises ``CompatError``.
+    """

@@ -47,6 +47,9 @@ def layer_numbering(layer_ids: Sequence[int]) -> LayerNumbering:
     Args:
         layer_ids: ids as given to ``VllmHiddenStatesGenerator``, in any order, each 0 or more.
 
+    Returns:
+        The ids in both numberings, in the order given.
+
     Raises:
         ValueError: an id is no integer or negative.
 

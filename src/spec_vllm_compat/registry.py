@@ -55,10 +55,12 @@ def install() -> None:
     """Arrange that speculators' hidden-states generator is patched as soon as it is imported.
 
     Called by ``import spec_vllm_compat``; a second call changes nothing. A generator module that is already imported is
-    patched at once. ``SPEC_VLLM_COMPAT=off`` in the environment disables everything.
+    patched at once; generators built before stay unpatched and refuse to go on. ``SPEC_VLLM_COMPAT=off`` (or ``0``,
+    ``false``) in the environment disables everything, with one warning.
 
     Raises:
-        CompatError: speculators is imported already and cannot be patched, or is only half imported.
+        CompatError: speculators is imported already and cannot be patched, or is only half imported. A failure that
+            happens later, while speculators is imported, is raised where a generator is built, and by a second call.
     """
     if _state.active:
         if _state.failure is not None:  # a second import must not succeed unpatched
@@ -98,7 +100,7 @@ def _register_hooks() -> None:
 
 
 def uninstall() -> None:
-    """Take every change back: names, methods and import hooks are as they were before :func:`install`.
+    """Take every change back: names, methods and import hooks are as they were before ``install()``.
 
     Generators that exist already keep working; new ones are those of speculators alone.
     """
@@ -115,7 +117,12 @@ def uninstall() -> None:
 
 
 def report() -> Report:
-    """What is installed, which patch sets apply and why, and what failed."""
+    """What is installed, which patch sets apply and why, and what failed.
+
+    Returns:
+        The state of this process now. ``print(report())`` gives the text for a bug report. Patch sets are decided when
+        speculators' generator is imported; before that the list is empty.
+    """
     from spec_vllm_compat import support
     from spec_vllm_compat.reports import Report
     from spec_vllm_compat.versions import detect

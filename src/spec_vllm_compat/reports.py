@@ -33,6 +33,7 @@ class PatchReport:
         return self.by_version is not None and self.by_version is not self.applied
 
     def sentence(self) -> str:
+        """One line: id, whether it is applied, what the probe saw, and a disagreement with the versions."""
         verb = "applied" if self.applied else "not needed"
         text = f"{self.record.id}: {verb}; {self.found}"
         if self.disagree:

@@ -35,6 +35,7 @@ class Installed:
 
     @property
     def present(self) -> bool:
+        """Whether the module, or a version of it, was found."""
         return self.location is not None or self.text is not None
 
     @property

@@ -1,4 +1,4 @@
-"""What speculators is handed as captured states: whole layers, in the order asked for, with a truth value."""
+"""Captured states: the truth value of a tensor, and layers in the order asked for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The size of a KV cache block is the platform's choice."""
+"""The size of a KV cache block is the platform's choice; speculators orders 16 tokens."""
 
 from __future__ import annotations
 

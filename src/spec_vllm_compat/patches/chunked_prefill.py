@@ -1,4 +1,4 @@
-"""Prompts may be computed in pieces."""
+"""vLLM 0.11.0 has to be told that prompts may be computed in pieces."""
 
 from __future__ import annotations
 

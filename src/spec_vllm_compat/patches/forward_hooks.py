@@ -1,4 +1,4 @@
-"""Capture by hooks on the decoder layers instead of a rewritten forward pass."""
+"""speculators rewrites the model's forward pass; hooks on the decoder layers leave it alone."""
 
 from __future__ import annotations
 

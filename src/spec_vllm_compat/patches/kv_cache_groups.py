@@ -1,4 +1,4 @@
-"""Layers are grouped for the KV cache by vLLM's own planning."""
+"""speculators puts all layers into one KV cache group; vLLM's own planning does it right."""
 
 from __future__ import annotations
 

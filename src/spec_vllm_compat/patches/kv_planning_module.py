@@ -14,7 +14,10 @@ from spec_vllm_compat.seams import Completion, PatchSet, Probe, Target
 RECORD = Record(
     id="kv_planning_module",
     kind=Kind.UPSTREAM,
-    why="The generator cannot be imported: «cannot import name 'get_kv_cache_config_from_groups' from kv_cache_utils».",
+    why=(
+        "The generator cannot be imported: «cannot import name '_get_kv_cache_groups_uniform_spec' from "
+        "'vllm.v1.core.kv_cache_utils'»."
+    ),
     changed="vLLM 0.33.0 moved the planning functions to `vllm.v1.core.kv_cache_planning` and left no alias.",
     source="vllm/v1/core/kv_cache_planning.py, line 642 in 0.33.0",
     vllm=">=0.33",

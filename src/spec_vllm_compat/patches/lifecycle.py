@@ -1,4 +1,4 @@
-"""The beginning and the end of a generator and of each of its calls."""
+"""What bad batches, errors and interrupts leave behind in a generator and its workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Free memory where there is no CUDA device."""
+"""speculators asks CUDA for free memory, also where there is none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prefill of a batch over as many scheduler steps as it needs."""
+"""A batch may need several scheduler steps; speculators loses or starves what does not fit the first."""
 
 from __future__ import annotations
 

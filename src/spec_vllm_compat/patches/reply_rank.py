@@ -1,4 +1,4 @@
-"""The form of the reply to ``collective_rpc(..., unique_reply_rank=0)``."""
+"""``collective_rpc(..., unique_reply_rank=0)`` returns the bare reply instead of a list of one."""
 
 from __future__ import annotations
 

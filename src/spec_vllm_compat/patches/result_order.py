@@ -1,4 +1,4 @@
-"""Results in the order of the input."""
+"""speculators 0.4 returns results in the string order of request ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How worker processes are started."""
+"""On CUDA, workers must be spawned once speculators is imported; vLLM forks by default."""
 
 from __future__ import annotations
 

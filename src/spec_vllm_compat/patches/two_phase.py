@@ -1,4 +1,4 @@
-"""Executing a step, now that vLLM splits it into execute and sample."""
+"""A scheduler step is two calls, execute and sample."""
 
 from __future__ import annotations
 

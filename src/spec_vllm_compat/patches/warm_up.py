@@ -1,4 +1,4 @@
-"""Warm-up is a call of its own."""
+"""Warming the model up became a call of its own."""
 
 from __future__ import annotations
 
