@@ -84,7 +84,9 @@ def draw(results: list[dict[str, Any]], out: Path) -> None:
     )
     for result, axes in zip(results, rows, strict=True):
         bars, *lines = axes
-        sides = {label: side for label, side in result["sides"].items() if not label.startswith("disk") and "," not in label}
+        sides = {
+            label: side for label, side in result["sides"].items() if not label.startswith("disk") and "," not in label
+        }
         names = [name_of(label).replace("`", "") for label in sides]
         rates = [side["tokens_per_second"] for side in sides.values()]
         middle = [rate["median"] for rate in rates]
