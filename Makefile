@@ -13,7 +13,7 @@ export HF_HUB_OFFLINE ?= 1
 export SPEC_VLLM_COMPAT_CACHE := $(CACHE)
 unexport PYTHONDONTWRITEBYTECODE PYTHONPATH
 
-include matrix.mk
+include matrix.mk bench.mk
 
 PYTHONS ?= 3.10 3.11 3.12 3.13
 

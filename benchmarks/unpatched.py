@@ -21,19 +21,19 @@ class Extension(HiddenStatesWorkerExtension):
         base.get_input_embeddings = base.embed_input_ids
 
 
-def prepare(module: Any, version: str) -> None:
-    """Rebind names in speculators' generator module."""
+def prepare(module: Any, version: str, memory: bool = True) -> None:
+    """Rebind names in speculators' generator module; ``memory`` answers its memory query, for a machine without a GPU."""
     import psutil
     import torch
 
-    def memory() -> tuple[int, int]:
+    def host_memory() -> tuple[int, int]:
         free = psutil.virtual_memory()
         return int(free.available), int(free.total)
 
-    if hasattr(module, "mem_get_info"):
-        module.mem_get_info, module.empty_cache = memory, lambda: None
-    else:
-        torch.cuda.mem_get_info, torch.cuda.empty_cache = memory, lambda: None
+    if memory and hasattr(module, "mem_get_info"):
+        module.mem_get_info, module.empty_cache = host_memory, lambda: None
+    elif memory:
+        torch.cuda.mem_get_info, torch.cuda.empty_cache = host_memory, lambda: None
     if not version.startswith("0.3"):
         return
     scheduler_config, cache_config = module.SchedulerConfig, module.CacheConfig

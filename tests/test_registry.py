@@ -31,6 +31,23 @@ def test_import_loads_nothing_and_works_without_anything(tmp_path: Path) -> None
     assert "vllm not installed" in done.stdout
 
 
+def test_import_loads_next_to_nothing(tmp_path: Path) -> None:
+    """What it costs a process that never extracts is measured by benchmarks/import_time.py; this is what it loads."""
+    site = fakes.environment(tmp_path)
+    code = """
+    import os, sys
+    before = set(sys.modules)
+    import spec_vllm_compat
+    print(*sorted(set(sys.modules) - before))
+    print(sorted(spec_vllm_compat.__all__) == sorted(n for n in spec_vllm_compat.__all__ if hasattr(spec_vllm_compat, n)))
+    """
+    done = fakes.run(site, code)
+    loaded, complete = done.stdout.splitlines()
+    ours = [f"spec_vllm_compat{name}" for name in ("", "._version", ".errors", ".registry")]
+    assert set(loaded.split()) - {"__future__"} == set(ours), done.stderr
+    assert complete == "True"
+
+
 @pytest.mark.parametrize(
     ("speculators", "vllm", "said"),
     [

@@ -17,8 +17,11 @@ from spec_vllm_compat.errors import (
     UnsupportedVersionError,
     WorkerMismatchError,
 )
-from spec_vllm_compat.layer_ids import LayerNumbering, layer_numbering
 from spec_vllm_compat.registry import install, report, uninstall
+
+TYPE_CHECKING = False  # as typing's, which takes longer to import than all of this
+if TYPE_CHECKING:
+    from spec_vllm_compat.layer_ids import LayerNumbering, layer_numbering
 
 __all__ = [
     "CompatError",
@@ -34,5 +37,14 @@ __all__ = [
     "report",
     "uninstall",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name in ("LayerNumbering", "layer_numbering"):  # imported when asked for: `import spec_vllm_compat` stays quick
+        from spec_vllm_compat import layer_ids
+
+        return getattr(layer_ids, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 install()

@@ -1,29 +1,28 @@
 """Selects patch sets by version and probe, applies them when speculators is imported, undoes them, reports.
 
-Nothing here imports torch, vLLM or speculators: everything happens in post-import hooks. wrapt is imported with speculators,
-not before, so that a process which never extracts pays next to nothing.
+Nothing here imports torch, vLLM or speculators: everything happens in post-import hooks. Whatever `install` does not need
+is imported in the function that does, so that a process which never extracts pays next to nothing.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from importlib.machinery import ModuleSpec
-from types import FrameType, ModuleType
-from typing import TYPE_CHECKING, Any
 
-from spec_vllm_compat import support
 from spec_vllm_compat.errors import CompatError, PatchError, UnsupportedVersionError
-from spec_vllm_compat.report import PatchReport, Report
-from spec_vllm_compat.versions import Versions, detect
 
+TYPE_CHECKING = False  # as typing's, which takes longer to import than all of this
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from importlib.machinery import ModuleSpec
+    from logging import Logger
+    from types import FrameType, ModuleType
+    from typing import Any
+
     from spec_vllm_compat.records import Record
-    from spec_vllm_compat.seams import Completion
+    from spec_vllm_compat.reports import PatchReport, Report
+    from spec_vllm_compat.seams import Completion, Installation
+    from spec_vllm_compat.versions import Versions
 
 GENERATOR_PACKAGE = "speculators.data_generation"
 GENERATOR_MODULE = f"{GENERATOR_PACKAGE}.vllm_hidden_states_generator"
@@ -31,21 +30,25 @@ GENERATOR_CLASS = "VllmHiddenStatesGenerator"
 SWITCH = "SPEC_VLLM_COMPAT"
 _SAID = "_SPEC_VLLM_COMPAT_SAID_OFF"
 
-logger = logging.getLogger("spec_vllm_compat")
 
-
-@dataclass
 class _State:
-    active: bool = False
-    hooked: bool = False
-    completing: bool = False
-    installation: Any = None  # seams.Installation once the generator module is patched
-    failure: CompatError | None = None
-    patches: list[PatchReport] = field(default_factory=list)
-    undo: list[Any] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.active = False
+        self.hooked = False
+        self.completing = False
+        self.installation: Installation | None = None  # once the generator module is patched
+        self.failure: CompatError | None = None
+        self.patches: list[PatchReport] = []
+        self.undo: list[Callable[[], Any]] = []
 
 
 _state = _State()
+
+
+def _logger() -> Logger:
+    import logging
+
+    return logging.getLogger("spec_vllm_compat")
 
 
 def install() -> None:
@@ -66,7 +69,7 @@ def install() -> None:
     if os.environ.get(SWITCH, "").lower() in {"off", "0", "false"}:
         if _SAID not in os.environ:  # once, and not again in every worker
             os.environ[_SAID] = "1"
-            logger.warning("%s=%s: spec_vllm_compat is imported but changes nothing", SWITCH, os.environ[SWITCH])
+            _logger().warning("%s=%s: spec_vllm_compat is imported but changes nothing", SWITCH, os.environ[SWITCH])
         return
     half = sys.modules.get(GENERATOR_MODULE)
     if half is not None and getattr(half.__spec__, "_initializing", False):  # wrapt would run the hook on it at once
@@ -120,6 +123,10 @@ def report() -> Report:
         The state of this process now. ``print(report())`` gives the text for a bug report. Patch sets are decided when
         speculators' generator is imported; before that the list is empty.
     """
+    from spec_vllm_compat import support
+    from spec_vllm_compat.reports import Report
+    from spec_vllm_compat.versions import detect
+
     versions = detect()
     return Report(
         active=_state.active,
@@ -137,6 +144,11 @@ class _Gate:
     """
 
     def find_spec(self, name: str, _path: Any = None, _target: Any = None) -> ModuleSpec | None:
+        if name not in ("speculators", GENERATOR_PACKAGE, GENERATOR_MODULE):
+            return None
+        from spec_vllm_compat import support
+        from spec_vllm_compat.versions import detect
+
         if (
             name == "speculators"
             and _is_import()
@@ -177,6 +189,9 @@ def _package_imported(module: ModuleType) -> None:
 
     def explain(name: str) -> Any:
         if name == GENERATOR_CLASS:
+            from spec_vllm_compat import support
+            from spec_vllm_compat.versions import detect
+
             support.require(detect())
         raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
 
@@ -186,6 +201,8 @@ def _package_imported(module: ModuleType) -> None:
 
 def _complete_modules() -> None:
     """Arrange that modules which lack a name that speculators imports get it as soon as they are imported."""
+    from functools import partial
+
     import wrapt
 
     from spec_vllm_compat.patches import PATCH_SETS
@@ -200,6 +217,8 @@ def _complete_modules() -> None:
 
 def _complete(patch_set: str, completion: Completion, module: ModuleType) -> None:
     """Add what is missing. Never raises: an error in a hook would break the first import only."""
+    from functools import partial
+
     if not _state.completing:
         return
     try:
@@ -230,8 +249,11 @@ def _generator_imported(module: ModuleType) -> None:
 
 
 def _apply(module: ModuleType) -> None:
+    from spec_vllm_compat import support
     from spec_vllm_compat.patches import PATCH_SETS
+    from spec_vllm_compat.reports import PatchReport
     from spec_vllm_compat.seams import Installation, PatchSet, SeamMissing, Target
+    from spec_vllm_compat.versions import detect
 
     versions = detect()
     support.require(versions)
@@ -251,11 +273,11 @@ def _apply(module: ModuleType) -> None:
         if probe.needed:
             selected.append(patch_set)
         if outcome.disagree:
-            logger.warning("%s", outcome.sentence())
+            _logger().warning("%s", outcome.sentence())
     _state.installation = Installation(target)
     _state.installation.apply(selected)
     if not support.is_tested(versions):
-        logger.warning("%s", support.untested_sentence(versions))
+        _logger().warning("%s", support.untested_sentence(versions))
 
 
 def _by_version(record: Record, versions: Versions) -> bool | None:
@@ -271,7 +293,7 @@ def _fail(module: ModuleType, error: CompatError) -> None:
     """Remember the failure and make every attempt to build a generator raise it."""
     _state.failure = error
     _state.installation = None
-    logger.error("%s", error)
+    _logger().error("%s", error)
     cls = vars(module).get(GENERATOR_CLASS)
     if cls is None:
         return

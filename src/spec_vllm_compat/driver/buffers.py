@@ -17,8 +17,8 @@ import numpy as np
 from spec_vllm_compat.protocol import Segment
 
 #: A buffer that this many calls in a row did not need is freed. Scripts that save some batches while the next one runs have
-#: several in use, and come back for each of them within a few calls.
-IDLE_CALLS = 8
+#: several in use at times, and a new one costs as much as it takes to compute what it will hold.
+IDLE_CALLS = 64
 _numbers = itertools.count()
 
 
@@ -50,6 +50,12 @@ class Buffer:
             self._descriptor = None
 
 
+def _rounded(size: int) -> int:
+    """Up to a quarter of a power of two, or calls of unlike length would find no buffer that fits for a long time."""
+    step = max(mmap.PAGESIZE, 1 << max(0, size.bit_length() - 3))
+    return -(-size // step) * step
+
+
 class BufferPool:
     """The buffers of one generator."""
 
@@ -69,7 +75,7 @@ class BufferPool:
             self._free.remove(buffer)
             buffer.idle = 0
         else:
-            buffer = Buffer(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
+            buffer = Buffer(_rounded(size))
         self._retire()
         array = buffer.array()
         weakref.finalize(array, self._give_back, buffer)

@@ -15,7 +15,7 @@ RECORD = Record(
         "sampled token is of no use here. On model runner V1 nothing that a later prefill step needs happens in "
         "`sample_tokens` (read in 0.11.1 to 0.33.0: it samples, appends sampled tokens, proposes drafts), so the worker "
         "drops the pending state right after the forward pass, in the same remote call. Measured on CPU, sampling instead "
-        "takes as long (benchmarks/two_phase.py, median ratio 0.99): dropping is kept because it waits for nothing and leaves "
+        "takes as long (side `sample` of benchmarks/throughput.py, median ratio 0.99): dropping is kept because it waits for nothing and leaves "
         "no sampled token behind. On model runner V2 the counters of computed tokens advance inside `sample_tokens`, so there "
         "it is called."
     ),

@@ -1,0 +1,22 @@
+# Measurements. Included by Makefile. On a GPU, the same scripts with the sizes of docs/performance.md.
+
+BENCH_OUT ?= benchmarks/results/cpu.json
+BENCH_DIR ?= .cache/bench
+# Environments that have a vLLM with extract_hidden_states (0.17 and newer), to compare with.
+BENCH_VLLM ?=
+
+.PHONY: bench bench-import bench-kill bench-plot
+bench: env model ## every way to extract side by side on this machine, and sweeps (BENCH_VLLM="PYTHON..." for vLLM's own)
+	$(RUN) benchmarks/throughput.py $(BENCH_OUT) --model $(CACHE)/SmolLM2-135M-Instruct --layers 2 15 27 29 --utilization 0.3 \
+	  --sequences 16 --length 256 --batch 4 --sides prefill generate save=$(BENCH_DIR) disk=$(BENCH_DIR) hand transformers sample \
+	  $(foreach python,$(BENCH_VLLM),vllm-prefill=$(python) vllm=$(python)) \
+	  --sweep layers=1,2,4,8,16,30 tokens=256,512,1024,2048,4096 calls=2,8,32 short=24 --sweep-sequences 8
+
+bench-import: env ## what importing costs, alone and beside vLLM
+	$(RUN) benchmarks/import_time.py benchmarks/results/import.json
+
+bench-kill: env ## fifty drivers killed at random moments: nothing may be left
+	$(RUN) benchmarks/kill.py benchmarks/results/kill.json --times 50
+
+bench-plot: $(UV) ## docs/performance.svg from the results
+	$(UV) run --quiet --isolated --no-project --with matplotlib python benchmarks/plot.py docs/performance.svg
