@@ -120,14 +120,14 @@ def _parsed(path: Path) -> Iterator[tuple[int, Parsed]]:
 
 def _rows(path: Path) -> Iterator[tuple[int, Any]]:
     if path.is_dir():
-        dataset = _datasets().load_from_disk(str(path))
+        dataset = datasets_package().load_from_disk(str(path))
         if not hasattr(dataset, "column_names") or isinstance(dataset, dict):
             raise CompatError(f"{path}: expected one dataset; found splits {sorted(dataset)}. Name one split's folder.")
         yield from enumerate(dataset.with_format(None), 1)
     elif not path.exists():
         raise CompatError(f"{path}: expected prepared data; found no such file. {FORMATS}")
     elif path.suffix == ".parquet":
-        yield from enumerate(_datasets().Dataset.from_parquet(str(path)), 1)
+        yield from enumerate(datasets_package().Dataset.from_parquet(str(path)), 1)
     elif path.suffix in (".jsonl", ".ndjson"):
         with path.open("rb") as file:
             for line, text in enumerate(file, 1):
@@ -141,7 +141,7 @@ def _rows(path: Path) -> Iterator[tuple[int, Any]]:
         raise CompatError(f"{path}: expected .jsonl, .parquet or a folder; found {path.suffix or path.name}. {FORMATS}")
 
 
-def _datasets() -> Any:
+def datasets_package() -> Any:
     try:
         import datasets
     except ImportError:

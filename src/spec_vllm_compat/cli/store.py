@@ -17,7 +17,7 @@ import fcntl
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,11 +57,16 @@ def find_samples(root: Path) -> tuple[dict[int, list[Path]], list[Path]]:
 
 
 def write_sample(path: Path, sample: dict[Any, Any]) -> int:
-    """Write a sample so that a kill or a power cut at any moment leaves the old state or the new one. Returns bytes."""
+    """Write a sample for ``torch.load``, as :func:`publish` does."""
+    return publish(path, lambda part: torch.save(sample, part))
+
+
+def publish(path: Path, write: Callable[[Path], Any]) -> int:
+    """Write a file so that a kill or a power cut at any moment leaves the old state or the new one. Returns bytes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.part")
     try:
-        torch.save(sample, part)
+        write(part)
         _sync(part)
         size = part.stat().st_size
         os.replace(part, path)
