@@ -191,6 +191,15 @@ def test_hidden_states_of_other_tokens_are_refused(tmp_path: Path, capsys: Any) 
     assert not (tmp_path / "old.part").exists()
 
 
+def test_a_record_cannot_write_elsewhere(tmp_path: Path, capsys: Any) -> None:
+    assert run(make(tmp_path / "old", [0, 1]), tmp_path / "new") == 0
+    record = json.loads((tmp_path / "new" / convert.RECORD).read_text())
+    for spoilt in ({"files": ["../data_0.pt", "data_1.pt"]}, {"beside": {"../x.json": 1}}):
+        (tmp_path / "new" / convert.RECORD).write_text(json.dumps(record | spoilt))
+        assert run(tmp_path / "new", tmp_path / "back") == 1
+        assert "expected names of samples and JSON files; found '../" in capsys.readouterr().err
+
+
 def truncate(root: Path) -> None:
     path = root / "rows_0-4" / "data_2.pt"
     path.write_bytes(path.read_bytes()[:-100])

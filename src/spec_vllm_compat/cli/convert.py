@@ -1,23 +1,22 @@
-"""``convert``: samples of speculators 0.3 and 0.4 to what 0.5 and newer read, and back.
+"""``convert``: samples of speculators 0.3 and 0.4 to what 0.5 and newer read (``ArrowDataset``), and back.
 
 ::
 
     data_N.pt, rows_A-B/data_N.pt    input_ids, loss_mask, hidden_states: one tensor [tokens, hidden_size] a layer
     hidden_states/hs_I.safetensors   token_ids [tokens], hidden_states [tokens, layers, hidden_size]
       and a data set beside them     input_ids, loss_mask, seq_len in row I
-
-Source of the new format: speculators 0.5.0 and 0.9.0, ``train/data.py`` (``ArrowDataset``).
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 
@@ -27,6 +26,7 @@ from spec_vllm_compat.errors import CompatError
 from spec_vllm_compat.layer_ids import layer_numbering
 
 RECORD = "conversion.json"
+_NAME = re.compile(r"((?!\.\.?/)[\w.=-]+/)*data_\d+\.pt|[\w-]+\.json")  # no way out of TARGET
 HELP = """Turn SOURCE into TARGET: data_N.pt of speculators 0.3 and 0.4 into what 0.5 and newer read, or the other way.
 
 SOURCE, which is only read, decides the way. Values, dtypes and the order of layers stay; every file is read again and
@@ -34,14 +34,9 @@ compared. The two sides count layers differently: the output says which ids to p
 until then it is TARGET.part, where the same command goes on after an interruption.
 """
 
-
-class Plan(NamedTuple):
-    """What is to be done, once all of SOURCE was found sound."""
-
-    files: list[tuple[int, Path, str]]  # index, file of SOURCE, its name in TARGET
-    record: dict[str, Any]  # what this conversion is; kept in TARGET for the way back
-    convert: Callable[[int, Path, Path], bool]  # writes a file; whether it reads as it was written
-    finish: Callable[[Path], None]
+#: What is to be done once all of SOURCE was found sound: (index, file of SOURCE, its name in TARGET); the record that
+#: TARGET keeps for the way back; writes one file and says whether it reads as written; writes what lies beside them.
+Plan = tuple[list[tuple[int, Path, str]], dict[str, Any], Callable[[int, Path, Path], bool], Callable[[Path], None]]
 
 
 @click.command("convert", help=HELP, short_help="To the format of speculators 0.5, and back.", cls=ManyValues)
@@ -61,24 +56,26 @@ def command(source: Path, target: Path, layer_ids: tuple[int, ...]) -> int:
     part = target.with_name(f"{target.name}.part")
     if target.exists() or source.resolve() in part.resolve().parents:
         raise CompatError(f"{target}: expected a folder that is not there yet, outside of {source}")
-    plan = _to_new(source, [paths[0] for paths in old.values()], layer_ids) if old else _to_old(source, new, layer_ids)
-    if read_json(part / RECORD) not in (None, plan.record):
+    files = [paths[0] for paths in old.values()]
+    plan = _to_new(source, files, layer_ids) if old else _to_old(source, new, layer_ids)
+    pairs, record, convert, finish = plan
+    if read_json(part / RECORD) not in (None, record):
         raise CompatError(f"{part}: expected this conversion, begun; found another one. Remove that folder.")
+    left = [(index, path, part / name) for index, path, name in pairs if not (part / name).exists()]
     part.mkdir(parents=True, exist_ok=True)
-    left = [(index, path, part / name) for index, path, name in plan.files if not (part / name).exists()]
     size, free = sum(path.stat().st_size for _, path, _ in left), shutil.disk_usage(part).free
     if size > free:
         raise CompatError(f"{part}: expected {human(size)} of free disk; found {human(free)}. Nothing was started.")
-    write_json(part / RECORD, plan.record)
+    write_json(part / RECORD, record)
     with click.progressbar(left, file=sys.stderr) as bar:
         for index, path, to in bar:
-            if not plan.convert(index, path, to):
+            if not convert(index, path, to):
                 to.unlink()
                 raise CompatError(f"{to}: was read otherwise than it was written. Is the disk sound?")
-    plan.finish(part)
+    finish(part)
     os.replace(part, target)
-    click.echo(f"complete: {len(plan.files)} samples, {target}\n{layer_numbering(plan.record['layer_ids'])}")
-    *inputs, last = map(str, plan.record["target_layer_ids"])
+    click.echo(f"complete: {len(pairs)} samples, {target}\n{layer_numbering(record['layer_ids'])}")
+    *inputs, last = map(str, record["target_layer_ids"])
     click.echo(f"speculators 0.5 and newer: --target-layer-ids {' '.join(inputs)}, and a model of {last} blocks")
     return 0
 
@@ -98,27 +95,20 @@ def _to_new(source: Path, files: list[Path], given: Sequence[int]) -> Plan:
     from safetensors.torch import load_file, save_file
 
     from spec_vllm_compat.cli.samples import datasets_package
-    from spec_vllm_compat.cli.store import Expected, check_sample, publish, read_json
+    from spec_vllm_compat.cli.store import Expected, publish, read_json, sound_sample
 
     datasets = datasets_package()
-
-    def sound(path: Path, like: Expected, *, values: bool = False) -> dict[str, Any]:
-        checked = check_sample(path, like, values=values)
-        if checked.problems or checked.sample is None:
-            raise CompatError(f"{path}: {checked.problems[0][1]}. `spec-vllm-compat verify {source}` says more.")
-        return checked.sample
-
-    states = sound(files[0], Expected())["hidden_states"]
+    states = sound_sample(files[0], Expected())["hidden_states"]
     like = Expected(None, None, len(states), states[0].shape[1], str(states[0].dtype).removeprefix("torch."))
     for path in files:
-        sound(path, like)
+        sound_sample(path, like)
     beside = {path.name: read_json(path) for path in sorted(source.glob("*.json"))}
     config = beside.get("data_config.json")
     record = {"files": [str(path.relative_to(source)) for path in files], "beside": beside}
     record |= _layers(source, config and config["hidden_states"]["layer_ids"], given, len(states), 0)
 
     def convert(_index: int, path: Path, to: Path) -> bool:
-        sample = sound(path, like, values=True)
+        sample = sound_sample(path, like, values=True)
         tensors = {"token_ids": sample["input_ids"], "hidden_states": torch.stack(sample["hidden_states"], dim=1)}
         publish(to, lambda part: save_file(tensors, part))
         back = load_file(to)
@@ -134,8 +124,8 @@ def _to_new(source: Path, files: list[Path], given: Sequence[int]) -> Plan:
         with tempfile.TemporaryDirectory(dir=part) as cache:
             datasets.Dataset.from_generator(rows, cache_dir=cache).with_format("torch").save_to_disk(str(part))
 
-    named = [(index, path, f"hidden_states/hs_{index}.safetensors") for index, path in enumerate(files)]
-    return Plan(named, record, convert, finish)
+    pairs = [(index, path, f"hidden_states/hs_{index}.safetensors") for index, path in enumerate(files)]
+    return pairs, record, convert, finish
 
 
 def _to_old(source: Path, new: dict[int, Path], given: Sequence[int]) -> Plan:
@@ -148,17 +138,19 @@ def _to_old(source: Path, new: dict[int, Path], given: Sequence[int]) -> Plan:
 
     data = datasets_package().load_from_disk(str(source)).with_format("torch")
     before = read_json(source / RECORD) or {"files": [f"data_{index}.pt" for index in range(len(data))], "beside": {}}
-    named, lengths, layers = [], {}, None
+    if odd := [name for name in [*before["files"], *before["beside"]] if not _NAME.fullmatch(name)]:
+        raise CompatError(f"{source / RECORD}: expected names of samples and JSON files; found {odd[0]!r}")
+    pairs, lengths, layers = [], {}, None
     for index, path in sorted(new.items()):
         with safe_open(path, framework="pt") as file:
             shape, ids = file.get_slice("hidden_states").get_shape(), file.get_tensor("token_ids")
-        layers = shape[1] if layers is None and len(shape) == 3 else layers
-        row = data[index]["input_ids"] if index < len(data) else None
-        if row is None or not row.equal(ids) or shape[:2] != [len(ids), layers]:
+        layers = layers or shape[1]
+        known = index < min(len(data), len(before["files"])) and ids.equal(data[index]["input_ids"])
+        if not known or len(shape) != 3 or shape[:2] != [len(ids), layers]:
             raise CompatError(f"{path}: expected hidden_states [{len(ids)}, {layers}, hidden_size] and the tokens of row "
                               f"{index} of the data set in {source}; found shape {shape}, or other tokens")  # fmt: skip
-        named.append((index, path, before["files"][index]))
-        lengths[Path(before["files"][index]).stem.removeprefix("data_")] = len(ids)
+        pairs.append((index, path, name := before["files"][index]))
+        lengths[Path(name).stem.removeprefix("data_")] = len(ids)
     record = before | _layers(source, before.get("target_layer_ids"), given, layers or 0, 1)
 
     def convert(index: int, path: Path, to: Path) -> bool:
@@ -170,7 +162,7 @@ def _to_old(source: Path, new: dict[int, Path], given: Sequence[int]) -> Plan:
     def finish(part: Path) -> None:
         for name, value in ({"sample_lengths.json": lengths} | before["beside"]).items():
             write_json(part / name, value)
-        for folder in {(part / name).parent for _, _, name in named}:
+        for folder in {(part / name).parent for _, _, name in pairs}:
             link_lengths(Layout(part, 1), folder)
 
-    return Plan(named, record, convert, finish)
+    return pairs, record, convert, finish

@@ -205,6 +205,14 @@ def check_sample(path: Path, expected: Expected, *, values: bool) -> Checked:  #
     return Checked(problems, sample)
 
 
+def sound_sample(path: Path, expected: Expected, *, values: bool = False) -> dict[str, Any]:
+    """The sample, or CompatError with the first thing that :func:`check_sample` finds wrong."""
+    checked = check_sample(path, expected, values=values)
+    if checked.problems or checked.sample is None:
+        raise CompatError(f"{path}: {checked.problems[0][1]}. `spec-vllm-compat verify` on the folder says more.")
+    return checked.sample
+
+
 def _look_at_values(states: list[torch.Tensor]) -> list[tuple[str, str]]:
     for index, rows in enumerate(states):
         if not rows.numel():
