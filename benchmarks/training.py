@@ -7,9 +7,10 @@
     python benchmarks/training.py plot training.json --out docs/training.svg                  # needs matplotlib
 
 Conversations are in conversations.py. Preprocessing, data set, sampler, model and trainer are those of the installed
-speculators; three things make them run without a GPU and change no number: the trainer is given the device "cpu" where it
-expects the index of a GPU, torch.compile is off, and flex_attention is called on the CPU as it is (0.3.0 compiles forward
-whatever the device is, and the compiled flex_attention has no backward there).
+speculators; three things make them run without a GPU and change what is computed by rounding only (:func:`without_gpu`):
+the trainer is given the device "cpu" where it expects the index of a GPU; forward is not compiled (0.3.0 compiles it on any
+device); attention is torch's scaled_dot_product_attention with speculators' own mask as a matrix, because flex_attention has
+no backward on the CPU that torch stands behind. deepspeed is not needed.
 
 Agreement is measured by this script, not by the trainer, on held-out conversations about other things: how often the
 head's first token is the most probable one of the target (over the target's whole vocabulary, after the final norm), and
@@ -20,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -126,6 +126,46 @@ def rows_of(work: Path, kind: str) -> Path:
 # -- speculators' trainer ----------------------------------------------------------------------------------------------
 
 
+def without_gpu() -> None:
+    """Make speculators' EAGLE-3 model trainable on a CPU."""
+    import torch
+    from speculators.models.eagle3 import Eagle3DraftModel, attention
+    from torch.nn.attention.flex_attention import create_mask
+
+    def dense(_module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: Any = None, **_: Any) -> Any:
+        allowed = create_mask(mask.mask_mod, None, None, query.shape[2], key.shape[2], device="cpu")
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=allowed, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+        )
+        return out.transpose(1, 2).contiguous(), None
+
+    attention.ALL_ATTENTION_FUNCTIONS.register("simple_flex_attention", dense)
+    forward = Eagle3DraftModel.forward
+    Eagle3DraftModel.forward = getattr(forward, "_torchdynamo_orig_callable", forward)
+
+
+def compare_attention() -> float:
+    """Largest difference between the attention of :func:`without_gpu` and speculators' own, over random packed input."""
+    import torch
+    from speculators.models.eagle3 import attention
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    torch.manual_seed(SEED)
+    lengths, worst = torch.tensor([100, 60, 90]), 0.0
+    mask_mod = attention.create_combined_mask_mod(lengths, 256)
+    mask = create_block_mask(mask_mod, None, None, 256, 256, device="cpu")
+    keys = torch.randn(2, 1, 3, 256, 64)
+    for _ in range(TTT_STEPS):
+        inputs = torch.randn(1, 9, 256, 64), *keys, mask
+        with torch.no_grad():
+            theirs, _ = attention.flex_attention_forward(None, *inputs)
+            ours, _ = attention.ALL_ATTENTION_FUNCTIONS["simple_flex_attention"](None, *inputs)
+        worst = max(worst, float((theirs - ours)[:, : int(lengths.sum())].abs().max()))
+        mask = attention.extend_mask_for_draft_tokens(mask)
+        keys = torch.cat([keys, torch.randn(2, 1, 3, 256, 64)], dim=3)
+    return worst
+
+
 def build_head(model: str, work: Path) -> Any:
     """An untrained head, as speculators' training script builds it: one Llama layer of the target's shape."""
     import torch
@@ -182,9 +222,10 @@ class HeldOut:
 
     def __init__(self, model: str, work: Path) -> None:
         import torch
-        from speculators.train.data import Eagle3SampleFileDataset
+        from speculators.train.data import Eagle3SampleFileDataset, create_collate_fn
         from transformers import AutoModelForCausalLM
 
+        self.collate = create_collate_fn(LONGEST)
         files = sorted((work / "rows-held_out").rglob("data_*.pt"))
         self.samples = list(Eagle3SampleFileDataset(max_len=LONGEST, file_list=[str(path) for path in files]))
         target = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
@@ -214,8 +255,10 @@ class HeldOut:
         first = in_a_row = places = 0
         with torch.no_grad():
             for sample, top, mask in zip(self.samples, self.top, self.masks, strict=True):
-                batch = {key: sample[key][None] for key in ("hidden_states", "input_ids", "position_ids")}
-                drafted = head(**batch, lengths=sample["lengths"], ttt_steps=TTT_STEPS)
+                batch = self.collate([sample])
+                for key in ("verifier_last_hidden_states", "loss_mask"):
+                    del batch[key]
+                drafted = head(**batch, ttt_steps=TTT_STEPS)
                 whole = len(top) - TTT_STEPS + 1  # positions that have a target for every drafted token
                 right = torch.ones(whole, dtype=torch.bool)
                 for step, draft_ids in enumerate(drafted):
@@ -228,13 +271,13 @@ class HeldOut:
 
 
 def train(model: str, work: Path, kind: str, epochs: int, lr: float) -> dict[str, Any]:
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"
     import torch
     from speculators.train.data import Eagle3SampleFileDataset, create_collate_fn
     from speculators.train.distributed_batch_sampler import MultipackDistributedBatchSamplerV2
     from speculators.train.noise_transforms import AddUniformNoise
     from speculators.train.trainer import Trainer, TrainerConfig
 
+    without_gpu()
     head = build_head(model, work)
     held_out = HeldOut(model, work)
     more = {"standardize_fn": with_final_norm(model)} if kind == "right, final norm" else {}
@@ -273,8 +316,9 @@ def train(model: str, work: Path, kind: str, epochs: int, lr: float) -> dict[str
     name = f"head-{version()}-{kind.replace(', ', '-').replace(' ', '-')}"
     shutil.rmtree(work / name, ignore_errors=True)
     if kind == "untrained":
+        print("attention differs by", difference := compare_attention())
         head.save_pretrained(work / name / "0")
-        return {"losses": [], "epochs": epoch_ends, **held_out.facts(head)}
+        return {"losses": [], "epochs": epoch_ends, "attention_differs_by": difference, **held_out.facts(head)}
     config = TrainerConfig(
         lr=lr,
         num_epochs=epochs,
