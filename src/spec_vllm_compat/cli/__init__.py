@@ -13,7 +13,7 @@ import click
 from spec_vllm_compat._version import __version__
 from spec_vllm_compat.errors import CompatError
 
-_COMMANDS = ("doctor", "preflight", "extract", "verify", "run", "env")
+_COMMANDS = ("doctor", "preflight", "extract", "verify", "convert", "run", "env")
 
 HELP = """Hidden states for EAGLE-3 training with speculators 0.3 and 0.4 on the vLLM that is installed.
 
@@ -23,7 +23,7 @@ From conversations to a trained draft model:
   2. preflight MODEL          a minute: will this model work? A small copy of it goes through the real pipeline.
   3. extract ...              the job; can be killed and started again at any time.
   4. verify DIR               is every sample there, whole and right?
-  5. train                    speculators' own trainer reads DIR as it is.
+  5. train                    speculators' own trainer reads DIR as it is; speculators 0.8 and newer after `convert`.
 
 \b
 Have a script of your own, or speculators' scripts/data_generation_offline.py?
