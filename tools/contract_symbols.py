@@ -407,6 +407,20 @@ LEANS: tuple[Lean, ...] = (
         "the number of layers is unknown",
     ),
     Lean(
+        "remote_code",
+        "vllm.transformers_utils.config:get_config",
+        "generator, AutoConfig.from_pretrained(...)",
+        "a configuration class that only vLLM has cannot be read",
+        passes=("model", "trust_remote_code"),
+    ),
+    Lean(
+        "remote_code",
+        "vllm.transformers_utils.config:get_hf_text_config",
+        "generator, config.num_hidden_layers",
+        "the number of layers is unknown",
+        passes=("config",),
+    ),
+    Lean(
         "lifecycle",
         f"{_CONFIG}:ModelConfig.get_vocab_size",
         "generator, generate()",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,12 +18,23 @@ from spec_vllm_compat.protocol import ASK, Answer, Capturing, Layout, Step
 logger = logging.getLogger("spec_vllm_compat")
 
 
+#: Sessions of the generators that live in this process, in the order in which they were built.
+_sessions: list[weakref.ref[Session]] = []
+
+
+def sentences() -> list[str]:
+    """What each living generator captures, for the report."""
+    return [said for reference in _sessions if (session := reference()) and (said := session.sentence())]
+
+
 class Session:
     """What one generator asked for and what its workers answered.
 
     Attributes:
+        model: path or name of its model.
         asked: layer ids in the order of the caller, repetitions included.
         capturing: what the workers capture, once they have been told.
+        meaning: which of the tensors that a decoder layer returns make a row, once a call has shown it.
         call: the running ``generate()`` call, or None.
         pool: memory for captured rows.
         shared: whether the capturing worker can map that memory; if not, rows travel in the replies.
@@ -30,13 +42,23 @@ class Session:
     """
 
     def __init__(self) -> None:
+        self.model = ""
         self.asked: tuple[int, ...] = ()
         self.capturing: Capturing | None = None
+        self.meaning: str | None = None
         self.call: Call | None = None
         self.pool = BufferPool()
         self.shared = True
         self._attached: set[int] = set()
         self.broken: str | None = None
+        _sessions.append(weakref.ref(self, _sessions.remove))
+
+    def sentence(self) -> str:
+        """Which layers are captured and what a row is, or an empty string before the workers have said so."""
+        if self.capturing is None:
+            return ""
+        layers = f"{self.model}: layers {self.capturing.container}.K, K = {list(self.asked)}"
+        return f"{layers}; a row is what a layer returns as {self.meaning}" if self.meaning else layers
 
     def ask(self, executor: Any, request: str, *args: Any) -> list[Any]:
         """Ask every rank; values by rank.
@@ -93,7 +115,7 @@ class Session:
         """Wait for the last rows of the running call and prove that all are right."""
         if self.call is None:
             raise ExtractionError("captured states were asked for outside of generate()")
-        self.ask(executor, "finish")
+        self.meaning = self.ask(executor, "finish")[0]
         self.call.complete()
         return self.call
 
