@@ -169,7 +169,12 @@ def tokenizer(path: Path, **special: str) -> Any:
     names[VOCABULARY - len(special) :] = special.values()
     words = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="t2"))
     made = PreTrainedTokenizerFast(
-        tokenizer_object=words, bos_token="t0", eos_token="t1", pad_token="t1", unk_token="t2", extra_special_tokens=special
+        tokenizer_object=words,
+        bos_token="t0",
+        eos_token="t1",
+        pad_token="t1",
+        unk_token="t2",
+        extra_special_tokens=special,
     )
     made.save_pretrained(path)
     return made
@@ -189,7 +194,9 @@ def gemma_processor(path: Path) -> None:
     from transformers import Gemma3ImageProcessor, Gemma3Processor
 
     words = tokenizer(path, boi_token="<start_of_image>", eoi_token="<end_of_image>", image_token="<image_soft_token>")
-    Gemma3Processor(Gemma3ImageProcessor(size={"height": 56, "width": 56}), words, image_seq_length=4).save_pretrained(path)
+    Gemma3Processor(Gemma3ImageProcessor(size={"height": 56, "width": 56}), words, image_seq_length=4).save_pretrained(
+        path
+    )
 
 
 def qwen_processor(path: Path) -> None:
@@ -259,7 +266,9 @@ def kimi(path: Path) -> None:
     (path / "config.json").write_text(json.dumps(config, indent=1))
     (path / "kimi_code.py").write_text(KIMI_CODE)
     edit(
-        path / "tokenizer_config.json", tokenizer_class="KimiTokenizer", auto_map={"AutoTokenizer": [None, "kimi_code.KimiTokenizer"]}
+        path / "tokenizer_config.json",
+        tokenizer_class="KimiTokenizer",
+        auto_map={"AutoTokenizer": [None, "kimi_code.KimiTokenizer"]},
     )
     (path / "preprocessor_config.json").write_text(json.dumps(
         {"image_processor_type": "KimiProcessor", "auto_map": {"AutoImageProcessor": "kimi_code.KimiProcessor"}}
@@ -284,7 +293,9 @@ def kimi_vision_shapes(vision: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         with torch.device("meta"):
             parts = {
                 "vision_tower": MoonViT3dPretrainedModel(config, prefix="vision_tower"),
-                "mm_projector": KimiK25MultiModalProjector(config=config, use_data_parallel=False, prefix="mm_projector"),
+                "mm_projector": KimiK25MultiModalProjector(
+                    config=config, use_data_parallel=False, prefix="mm_projector"
+                ),
             }
     return {f"{part}.{name}": tuple(p.shape) for part, m in parts.items() for name, p in m.named_parameters()}
 
@@ -295,7 +306,9 @@ def scaled_queries(model: Any) -> None:
 
     def grow(_module: Any, _args: Any, output: Any) -> Any:
         positions = torch.arange(output.shape[1])
-        scale = 1 + SCALING["beta"] * torch.log(1 + torch.floor(positions / SCALING["original_max_position_embeddings"]))
+        scale = 1 + SCALING["beta"] * torch.log(
+            1 + torch.floor(positions / SCALING["original_max_position_embeddings"])
+        )
         return output * scale[None, :, None]
 
     for layer in model.model.layers:
@@ -324,7 +337,14 @@ V2 = {**LATENT, "topk_method": "greedy", "n_group": 1, "topk_group": 1, "norm_to
 V3 = {**LATENT, "n_group": 4, "topk_group": 2, "norm_topk_prob": True}
 
 NO_HEAD_DIM = {key: value for key, value in SIZES.items() if key != "head_dim"}
-MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_expand": 2, "mamba_chunk_size": 32}
+MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 32,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 16,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 32,
+}
 VISION = {
     "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 2, "image_size": 56, "patch_size": 14,
 }  # fmt: skip
@@ -348,80 +368,186 @@ ARCHITECTURES: dict[str, Architecture] = {
     "mistral": Architecture("mistral", {**SIZES, "sliding_window": 64}, "MistralForCausalLM"),
     "mixtral": Architecture("mixtral", {**SIZES, "num_local_experts": 4}, "MixtralForCausalLM"),
     "gemma": Architecture("gemma", {**SIZES, "hidden_activation": "gelu_pytorch_tanh"}, "GemmaForCausalLM"),
-    "gemma-2": Architecture("gemma2", {**SIZES, "sliding_window": 64, "query_pre_attn_scalar": 32}, "Gemma2ForCausalLM"),
+    "gemma-2": Architecture(
+        "gemma2", {**SIZES, "sliding_window": 64, "query_pre_attn_scalar": 32}, "Gemma2ForCausalLM"
+    ),
     "gemma-3-text": Architecture(
         "gemma3_text", {**SIZES, "sliding_window": 64, "query_pre_attn_scalar": 32}, "Gemma3ForCausalLM"
     ),
     "granite": Architecture(
         "granite",
-        {**SIZES, "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.2, "logits_scaling": 8.0},
+        {
+            **SIZES,
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 8.0,
+        },
         "GraniteForCausalLM",
     ),
     "phi-3": Architecture("phi3", {k: v for k, v in SIZES.items() if k != "head_dim"}, "Phi3ForCausalLM"),
     "olmo-2": Architecture("olmo2", SIZES, "Olmo2ForCausalLM"),
     "glm-4": Architecture("glm4", {**SIZES, "partial_rotary_factor": 0.5}, "Glm4ForCausalLM"),
-    "gpt-oss": Architecture("gpt_oss", {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 64}, "GptOssForCausalLM"),
+    "gpt-oss": Architecture(
+        "gpt_oss",
+        {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 64},
+        "GptOssForCausalLM",
+    ),
     "deepseek-v2": Architecture("deepseek_v2", V2, "DeepseekV2ForCausalLM", environment=MLA),
     "deepseek-v2-mla": Architecture("deepseek_v2", V2, "DeepseekV2ForCausalLM", name="DeepseekV2ForCausalLM, MLA"),
     "deepseek-v3": Architecture("deepseek_v3", V3, "DeepseekV3ForCausalLM", environment=MLA),
     "cohere": Architecture("cohere", SIZES, "CohereForCausalLM"),
     "cohere-2": Architecture("cohere2", {**SIZES, "sliding_window": 64}, "Cohere2ForCausalLM"),
     "stablelm": Architecture("stablelm", SIZES, "StableLmForCausalLM"),
-    "exaone-4": Architecture("exaone4", {**SIZES, "sliding_window": 64, "sliding_window_pattern": 4}, "Exaone4ForCausalLM"),
-    "phi-moe": Architecture("phimoe", {**SIZES, "num_local_experts": 4}, "PhimoeForCausalLM", architectures="PhiMoEForCausalLM"),
+    "exaone-4": Architecture(
+        "exaone4", {**SIZES, "sliding_window": 64, "sliding_window_pattern": 4}, "Exaone4ForCausalLM"
+    ),
+    "phi-moe": Architecture(
+        "phimoe", {**SIZES, "num_local_experts": 4}, "PhimoeForCausalLM", architectures="PhiMoEForCausalLM"
+    ),
     "kimi-k2": Architecture(
-        "deepseek_v3", {**V3, "n_group": 1, "topk_group": 1, "num_attention_heads": 8, "num_key_value_heads": 8, "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
-        "DeepseekV3ForCausalLM", environment=MLA, name="Kimi-K2 (DeepseekV3ForCausalLM with yarn)",
+        "deepseek_v3",
+        {
+            **V3,
+            "n_group": 1,
+            "topk_group": 1,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 8,
+            "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+        "DeepseekV3ForCausalLM",
+        environment=MLA,
+        name="Kimi-K2 (DeepseekV3ForCausalLM with yarn)",
     ),
     "kimi-k2.5": Architecture(
-        "deepseek_v3", {**V3, "n_group": 1, "topk_group": 1, "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
-        "DeepseekV3ForCausalLM", environment=MLA, finish=kimi, name="KimiK25ForConditionalGeneration",
+        "deepseek_v3",
+        {**V3, "n_group": 1, "topk_group": 1, "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
+        "DeepseekV3ForCausalLM",
+        environment=MLA,
+        finish=kimi,
+        name="KimiK25ForConditionalGeneration",
     ),
     "llama-4-scaling": Architecture(
-        "deepseek_v3", {**V3, "llama_4_scaling": SCALING}, "DeepseekV3ForCausalLM", environment=MLA, adapt=scaled_queries,
+        "deepseek_v3",
+        {**V3, "llama_4_scaling": SCALING},
+        "DeepseekV3ForCausalLM",
+        environment=MLA,
+        adapt=scaled_queries,
         name="DeepseekV3ForCausalLM, llama_4_scaling",
     ),
     "deepseek-v3-float16": Architecture(
-        "deepseek_v3", V3, "DeepseekV3ForCausalLM", environment=MLA, dtype="float16", finish=float16, name="DeepseekV3ForCausalLM, float16",
+        "deepseek_v3",
+        V3,
+        "DeepseekV3ForCausalLM",
+        environment=MLA,
+        dtype="float16",
+        finish=float16,
+        name="DeepseekV3ForCausalLM, float16",
     ),
     "gemma-3": Architecture(
         "gemma3",
-        {"text_config": GEMMA_3, "vision_config": VISION, "mm_tokens_per_image": 4, "boi_token_index": VOCABULARY - 3,
-         "eoi_token_index": VOCABULARY - 2, "image_token_index": VOCABULARY - 1},
-        "Gemma3ForConditionalGeneration", finish=gemma_processor,
+        {
+            "text_config": GEMMA_3,
+            "vision_config": VISION,
+            "mm_tokens_per_image": 4,
+            "boi_token_index": VOCABULARY - 3,
+            "eoi_token_index": VOCABULARY - 2,
+            "image_token_index": VOCABULARY - 1,
+        },
+        "Gemma3ForConditionalGeneration",
+        finish=gemma_processor,
     ),
-    "gemma-3n-text": Architecture("gemma3n_text", {**GEMMA_3, "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 32, "num_kv_shared_layers": 0, "laurel_rank": 16}, "Gemma3nForCausalLM"),
+    "gemma-3n-text": Architecture(
+        "gemma3n_text",
+        {
+            **GEMMA_3,
+            "vocab_size_per_layer_input": VOCABULARY,
+            "hidden_size_per_layer_input": 32,
+            "num_kv_shared_layers": 0,
+            "laurel_rank": 16,
+        },
+        "Gemma3nForCausalLM",
+    ),
     "qwen3-vl": Architecture(
         "qwen3_vl",
-        {"text_config": {**SIZES, "rope_scaling": {"rope_type": "default", "mrope_section": [8, 4, 4], "mrope_interleaved": True}}, "vision_config": QWEN_VISION, **QWEN_IMAGES},
-        "Qwen3VLForConditionalGeneration", finish=qwen_processor,
+        {
+            "text_config": {
+                **SIZES,
+                "rope_scaling": {"rope_type": "default", "mrope_section": [8, 4, 4], "mrope_interleaved": True},
+            },
+            "vision_config": QWEN_VISION,
+            **QWEN_IMAGES,
+        },
+        "Qwen3VLForConditionalGeneration",
+        finish=qwen_processor,
     ),
     "qwen3-next": Architecture(
         "qwen3_next",
-        {**SIZES, **MOE, "num_hidden_layers": 8, "shared_expert_intermediate_size": 64, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-         "linear_key_head_dim": 32, "linear_value_head_dim": 32},
+        {
+            **SIZES,
+            **MOE,
+            "num_hidden_layers": 8,
+            "shared_expert_intermediate_size": 64,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 32,
+            "linear_value_head_dim": 32,
+        },
         "Qwen3NextForCausalLM",
     ),
     "minimax": Architecture("minimax", {**SIZES, "num_local_experts": 4, "block_size": 32}, "MiniMaxForCausalLM"),
-    "qwen2-moe": Architecture("qwen2_moe", {**NO_HEAD_DIM, **MOE, "shared_expert_intermediate_size": 64}, "Qwen2MoeForCausalLM"),
+    "qwen2-moe": Architecture(
+        "qwen2_moe", {**NO_HEAD_DIM, **MOE, "shared_expert_intermediate_size": 64}, "Qwen2MoeForCausalLM"
+    ),
     "smollm-3": Architecture("smollm3", NO_HEAD_DIM, "SmolLM3ForCausalLM", note="vLLM runs Transformers' own code"),
     "granite-4": Architecture(
         "granitemoehybrid",
-        {**NO_HEAD_DIM, "layer_types": ["attention"] * 6, "position_embedding_type": "rope", "shared_intermediate_size": 128, "num_local_experts": 4,
-         "residual_multiplier": 0.22, "embedding_multiplier": 12.0, "attention_multiplier": 0.2, "logits_scaling": 8.0, **MAMBA},
-        "GraniteMoeHybridForCausalLM", name="GraniteMoeHybridForCausalLM, attention only",
+        {
+            **NO_HEAD_DIM,
+            "layer_types": ["attention"] * 6,
+            "position_embedding_type": "rope",
+            "shared_intermediate_size": 128,
+            "num_local_experts": 4,
+            "residual_multiplier": 0.22,
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 8.0,
+            **MAMBA,
+        },
+        "GraniteMoeHybridForCausalLM",
+        name="GraniteMoeHybridForCausalLM, attention only",
     ),
     "granite-4-hybrid": Architecture(
         "granitemoehybrid",
-        {**NO_HEAD_DIM, "layer_types": ["mamba", "mamba", "attention"] * 2, "shared_intermediate_size": 128, "num_local_experts": 4, **MAMBA},
+        {
+            **NO_HEAD_DIM,
+            "layer_types": ["mamba", "mamba", "attention"] * 2,
+            "shared_intermediate_size": 128,
+            "num_local_experts": 4,
+            **MAMBA,
+        },
         "GraniteMoeHybridForCausalLM",
     ),
-    "granite-moe": Architecture("granitemoe", {**NO_HEAD_DIM, "num_local_experts": 4, "residual_multiplier": 0.22}, "GraniteMoeForCausalLM"),
+    "granite-moe": Architecture(
+        "granitemoe", {**NO_HEAD_DIM, "num_local_experts": 4, "residual_multiplier": 0.22}, "GraniteMoeForCausalLM"
+    ),
     "hunyuan-dense": Architecture("hunyuan_v1_dense", SIZES, "HunYuanDenseV1ForCausalLM"),
-    "hunyuan-moe": Architecture("hunyuan_v1_moe", {**SIZES, "num_experts": 4, "moe_topk": 2}, "HunYuanMoEV1ForCausalLM"),
+    "hunyuan-moe": Architecture(
+        "hunyuan_v1_moe", {**SIZES, "num_experts": 4, "moe_topk": 2}, "HunYuanMoEV1ForCausalLM"
+    ),
     "glm": Architecture("glm", SIZES, "GlmForCausalLM"),
     "glm-4-moe": Architecture(
-        "glm4_moe", {**SIZES, **MOE, "n_routed_experts": 8, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5}, "Glm4MoeForCausalLM"
+        "glm4_moe",
+        {
+            **SIZES,
+            **MOE,
+            "n_routed_experts": 8,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 2.5,
+        },
+        "Glm4MoeForCausalLM",
     ),
     "olmo": Architecture("olmo", NO_HEAD_DIM, "OlmoForCausalLM"),
     "olmo-3": Architecture("olmo3", {**NO_HEAD_DIM, "sliding_window": 64}, "Olmo3ForCausalLM"),
@@ -432,21 +558,108 @@ ARCHITECTURES: dict[str, Architecture] = {
     "seed-oss": Architecture("seed_oss", SIZES, "SeedOssForCausalLM"),
     "ernie-4.5": Architecture("ernie4_5", SIZES, "Ernie4_5ForCausalLM"),
     "dots-1": Architecture(
-        "dots1", {**SIZES, "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}, "Dots1ForCausalLM"
+        "dots1",
+        {
+            **SIZES,
+            "n_routed_experts": 8,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+        },
+        "Dots1ForCausalLM",
     ),
-    "gpt-2": Architecture("gpt2", {**TOKENS, "n_embd": 128, "n_layer": 6, "n_head": 4, "n_positions": 2048, "initializer_range": 0.08, "num_hidden_layers": 6}, "GPT2LMHeadModel"),
+    "gpt-2": Architecture(
+        "gpt2",
+        {
+            **TOKENS,
+            "n_embd": 128,
+            "n_layer": 6,
+            "n_head": 4,
+            "n_positions": 2048,
+            "initializer_range": 0.08,
+            "num_hidden_layers": 6,
+        },
+        "GPT2LMHeadModel",
+    ),
     "gpt-neox": Architecture("gpt_neox", NO_HEAD_DIM, "GPTNeoXForCausalLM"),
-    "falcon": Architecture("falcon", {**NO_HEAD_DIM, "new_decoder_architecture": False, "alibi": False}, "FalconForCausalLM"),
-    "opt": Architecture("opt", {**TOKENS, "hidden_size": 128, "ffn_dim": 256, "num_hidden_layers": 6, "num_attention_heads": 4, "word_embed_proj_dim": 128, "init_std": 0.08}, "OPTForCausalLM"),
+    "falcon": Architecture(
+        "falcon", {**NO_HEAD_DIM, "new_decoder_architecture": False, "alibi": False}, "FalconForCausalLM"
+    ),
+    "opt": Architecture(
+        "opt",
+        {
+            **TOKENS,
+            "hidden_size": 128,
+            "ffn_dim": 256,
+            "num_hidden_layers": 6,
+            "num_attention_heads": 4,
+            "word_embed_proj_dim": 128,
+            "init_std": 0.08,
+        },
+        "OPTForCausalLM",
+    ),
     "llama-4": Architecture(
-        "llama4_text", {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 256, "attention_chunk_size": 64, "interleave_moe_layer_step": 2}, "Llama4ForCausalLM"
+        "llama4_text",
+        {
+            **SIZES,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "intermediate_size_mlp": 256,
+            "attention_chunk_size": 64,
+            "interleave_moe_layer_step": 2,
+        },
+        "Llama4ForCausalLM",
     ),
     "falcon-h1": Architecture("falcon_h1", {**NO_HEAD_DIM, **MAMBA, "mamba_d_ssm": 256}, "FalconH1ForCausalLM"),
-    "mamba-2": Architecture("mamba2", {**TOKENS, "hidden_size": 128, "num_hidden_layers": 6, "num_heads": 8, "head_dim": 32, "n_groups": 1, "state_size": 16, "chunk_size": 32}, "Mamba2ForCausalLM", told=False),
-    "jamba": Architecture("jamba", {**NO_HEAD_DIM, "num_experts": 4, "num_experts_per_tok": 2, "attn_layer_period": 3, "attn_layer_offset": 1, "mamba_d_state": 16, "use_mamba_kernels": False}, "JambaForCausalLM"),
+    "mamba-2": Architecture(
+        "mamba2",
+        {
+            **TOKENS,
+            "hidden_size": 128,
+            "num_hidden_layers": 6,
+            "num_heads": 8,
+            "head_dim": 32,
+            "n_groups": 1,
+            "state_size": 16,
+            "chunk_size": 32,
+        },
+        "Mamba2ForCausalLM",
+        told=False,
+    ),
+    "jamba": Architecture(
+        "jamba",
+        {
+            **NO_HEAD_DIM,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "attn_layer_period": 3,
+            "attn_layer_offset": 1,
+            "mamba_d_state": 16,
+            "use_mamba_kernels": False,
+        },
+        "JambaForCausalLM",
+    ),
     "bamba": Architecture("bamba", {**NO_HEAD_DIM, **MAMBA, "attn_layer_indices": [1, 4]}, "BambaForCausalLM"),
-    "lfm-2": Architecture("lfm2", {**NO_HEAD_DIM, "layer_types": ["conv", "full_attention"] * 3, "block_auto_adjust_ff_dim": False}, "Lfm2ForCausalLM"),
+    "lfm-2": Architecture(
+        "lfm2",
+        {**NO_HEAD_DIM, "layer_types": ["conv", "full_attention"] * 3, "block_auto_adjust_ff_dim": False},
+        "Lfm2ForCausalLM",
+    ),
     "longcat-flash": Architecture(
-        "longcat_flash", {**LATENT, "num_layers": 3, "num_hidden_layers": 6, "ffn_hidden_size": 256, "expert_ffn_hidden_size": 64, "moe_topk": 2, "zero_expert_num": 2}, "LongcatFlashForCausalLM", environment=MLA
+        "longcat_flash",
+        {
+            **LATENT,
+            "num_layers": 3,
+            "num_hidden_layers": 6,
+            "ffn_hidden_size": 256,
+            "expert_ffn_hidden_size": 64,
+            "moe_topk": 2,
+            "zero_expert_num": 2,
+        },
+        "LongcatFlashForCausalLM",
+        environment=MLA,
     ),
 }

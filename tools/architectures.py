@@ -57,7 +57,12 @@ def main() -> int:
     names = arguments.names or [name for name in ARCHITECTURES if not result_file(arguments.out, name, about).exists()]
     status = 0
     for name in names:
-        result = {**about, "architecture": ARCHITECTURES[name].title, **supervise(name, arguments.timeout)}
+        result = {
+            "name": name,
+            **about,
+            "architecture": ARCHITECTURES[name].title,
+            **supervise(name, arguments.timeout),
+        }
         path = result_file(arguments.out, name, about)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
