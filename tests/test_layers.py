@@ -140,6 +140,33 @@ def test_a_norm_that_does_something_else_with_the_residual_is_refused() -> None:
         meaning_of(Layer, Subtracting, "both")
 
 
+def test_a_decoder_within_the_model_hands_both_on() -> None:
+    class Decoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Layer() for _ in range(3))
+
+        def forward(self, x: Any) -> Any:
+            residual = None
+            for layer in self.layers:
+                x, residual = layer(x, residual)
+            return x, residual
+
+    class Plamo(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.decoder, self.norm = Decoder(), Norm()
+
+        def forward(self, x: Any) -> Any:
+            return self.norm(*self.decoder(x))[0]
+
+    model = Plamo()
+    usage = Usage(model, "decoder.layers", model.decoder.layers, lambda: True)
+    with torch.no_grad():
+        model(torch.randn(5, WIDTH))
+    assert usage.settled() is Meaning.SUM
+
+
 def test_the_look_at_the_norm_leaves_the_model_as_it_was() -> None:
     torch.manual_seed(0)
     model = Model(Layer, Norm, "both")

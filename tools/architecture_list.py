@@ -214,6 +214,7 @@ def qwen_processor(path: Path) -> None:
 
 #: Code that comes with the checkpoint, as Kimi's does: a tokenizer that Transformers does not know, and an image processor.
 KIMI_CODE = """
+import torch
 from transformers import BaseImageProcessor, PreTrainedTokenizerFast
 
 
@@ -235,7 +236,7 @@ class KimiProcessor(BaseImageProcessor):
         return []
 
     def preprocess(self, medias, **keywords):
-        raise NotImplementedError("text only")
+        return {"pixel_values": torch.zeros(16 * len(medias), 3, 14, 14), "grid_thws": torch.tensor([[1, 4, 4]] * len(medias))}
 """
 
 
@@ -256,7 +257,7 @@ def kimi(path: Path) -> None:
         "init_pos_emb_width": 8, "init_pos_emb_time": 4, "model_type": "kimi_k25_vision", "mm_projector_type": "patchmerger",
     }  # fmt: skip
     torch.manual_seed(12)
-    weights |= {name: 0.02 * torch.randn(shape) for name, shape in kimi_vision_shapes(vision).items()}
+    weights |= {name: 0.02 * torch.randn(shape) for name, shape in kimi_vision_shapes(text, vision).items()}
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     config = {
         "architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "dtype": "float32",
@@ -265,6 +266,7 @@ def kimi(path: Path) -> None:
     }  # fmt: skip
     (path / "config.json").write_text(json.dumps(config, indent=1))
     (path / "kimi_code.py").write_text(KIMI_CODE)
+    tokenizer(path, media_token="<|media_pad|>")
     edit(
         path / "tokenizer_config.json",
         tokenizer_class="KimiTokenizer",
@@ -275,7 +277,7 @@ def kimi(path: Path) -> None:
     ))  # fmt: skip
 
 
-def kimi_vision_shapes(vision: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+def kimi_vision_shapes(text: dict[str, Any], vision: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Parameters of Kimi-K2.5's vision tower and projector, asked of vLLM's own modules."""
     import tempfile
 
@@ -284,9 +286,9 @@ def kimi_vision_shapes(vision: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
     from vllm.model_executor.models.kimi_k25 import KimiK25MultiModalProjector
     from vllm.model_executor.models.kimi_k25_vit import MoonViT3dPretrainedModel
-    from vllm.transformers_utils.configs.kimi_k25 import KimiK25VisionConfig
+    from vllm.transformers_utils.configs.kimi_k25 import KimiK25Config
 
-    config = KimiK25VisionConfig(**vision)
+    config = KimiK25Config(text_config=text, vision_config=vision).vision_config
     with set_current_vllm_config(VllmConfig()), tempfile.NamedTemporaryFile() as file:
         init_distributed_environment(1, 0, f"file://{file.name}-init", 0, "gloo")
         initialize_model_parallel(1, 1)
@@ -334,7 +336,8 @@ LATENT = {
 }
 YARN = {"type": "yarn", "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, "beta_fast": 32.0, "beta_slow": 1.0}  # fmt: skip
 V2 = {**LATENT, "topk_method": "greedy", "n_group": 1, "topk_group": 1, "norm_topk_prob": False}
-V3 = {**LATENT, "n_group": 4, "topk_group": 2, "norm_topk_prob": True}
+V3 = {**LATENT, "n_group": 4, "topk_group": 2, "norm_topk_prob": True, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+TIED = {**SIZES, "tie_word_embeddings": True}
 
 NO_HEAD_DIM = {key: value for key, value in SIZES.items() if key != "head_dim"}
 MAMBA = {
@@ -352,7 +355,7 @@ QWEN_VISION = {
     "depth": 3, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "out_hidden_size": 128, "patch_size": 16,
     "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1, 2],
 }  # fmt: skip
-GEMMA_3 = {**SIZES, "sliding_window": 64, "query_pre_attn_scalar": 32}
+GEMMA_3 = {**TIED, "sliding_window": 64, "query_pre_attn_scalar": 32}
 QWEN_IMAGES = {
     "image_token_id": VOCABULARY - 4, "video_token_id": VOCABULARY - 3,
     "vision_start_token_id": VOCABULARY - 2, "vision_end_token_id": VOCABULARY - 1,
@@ -367,13 +370,11 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3-moe": Architecture("qwen3_moe", {**SIZES, **MOE}, "Qwen3MoeForCausalLM"),
     "mistral": Architecture("mistral", {**SIZES, "sliding_window": 64}, "MistralForCausalLM"),
     "mixtral": Architecture("mixtral", {**SIZES, "num_local_experts": 4}, "MixtralForCausalLM"),
-    "gemma": Architecture("gemma", {**SIZES, "hidden_activation": "gelu_pytorch_tanh"}, "GemmaForCausalLM"),
+    "gemma": Architecture("gemma", {**TIED, "hidden_activation": "gelu_pytorch_tanh"}, "GemmaForCausalLM"),
     "gemma-2": Architecture(
-        "gemma2", {**SIZES, "sliding_window": 64, "query_pre_attn_scalar": 32}, "Gemma2ForCausalLM"
+        "gemma2", {**TIED, "sliding_window": 64, "query_pre_attn_scalar": 32}, "Gemma2ForCausalLM"
     ),
-    "gemma-3-text": Architecture(
-        "gemma3_text", {**SIZES, "sliding_window": 64, "query_pre_attn_scalar": 32}, "Gemma3ForCausalLM"
-    ),
+    "gemma-3-text": Architecture("gemma3_text", GEMMA_3, "Gemma3ForCausalLM"),
     "granite": Architecture(
         "granite",
         {
@@ -396,8 +397,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "deepseek-v2": Architecture("deepseek_v2", V2, "DeepseekV2ForCausalLM", environment=MLA),
     "deepseek-v2-mla": Architecture("deepseek_v2", V2, "DeepseekV2ForCausalLM", name="DeepseekV2ForCausalLM, MLA"),
     "deepseek-v3": Architecture("deepseek_v3", V3, "DeepseekV3ForCausalLM", environment=MLA),
-    "cohere": Architecture("cohere", SIZES, "CohereForCausalLM"),
-    "cohere-2": Architecture("cohere2", {**SIZES, "sliding_window": 64}, "Cohere2ForCausalLM"),
+    "cohere": Architecture("cohere", TIED, "CohereForCausalLM"),
+    "cohere-2": Architecture("cohere2", {**TIED, "sliding_window": 64}, "Cohere2ForCausalLM"),
     "stablelm": Architecture("stablelm", SIZES, "StableLmForCausalLM"),
     "exaone-4": Architecture(
         "exaone4", {**SIZES, "sliding_window": 64, "sliding_window_pattern": 4}, "Exaone4ForCausalLM"
@@ -531,9 +532,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "granite-moe": Architecture(
         "granitemoe", {**NO_HEAD_DIM, "num_local_experts": 4, "residual_multiplier": 0.22}, "GraniteMoeForCausalLM"
     ),
-    "hunyuan-dense": Architecture("hunyuan_v1_dense", SIZES, "HunYuanDenseV1ForCausalLM"),
+    "hunyuan-dense": Architecture("hunyuan_v1_dense", {**SIZES, "use_qk_norm": True}, "HunYuanDenseV1ForCausalLM"),
     "hunyuan-moe": Architecture(
-        "hunyuan_v1_moe", {**SIZES, "num_experts": 4, "moe_topk": 2}, "HunYuanMoEV1ForCausalLM"
+        "hunyuan_v1_moe", {**SIZES, "use_qk_norm": True, "num_experts": 4, "moe_topk": 2}, "HunYuanMoEV1ForCausalLM"
     ),
     "glm": Architecture("glm", SIZES, "GlmForCausalLM"),
     "glm-4-moe": Architecture(

@@ -95,18 +95,19 @@ def supervise(name: str, timeout: float) -> dict[str, Any]:
                 stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment, timeout=timeout, check=False,
             )  # fmt: skip
             lines = [line for line in done.stdout.splitlines() if line.startswith(LINE)]
-            ended = f"exit status {done.returncode}"
+            said, ended = done.stdout, f"exit status {done.returncode}"
         except subprocess.TimeoutExpired:
-            lines, ended = [], f"no result within {timeout:.0f} s"
+            lines, said, ended = [], "", f"no result within {timeout:.0f} s"
         stderr.seek(0)
-        tail = [line.strip() for line in stderr.readlines() if line.strip()]
+        tail = [line.strip() for line in (said + stderr.read()).splitlines() if line.strip() and not line.startswith(LINE)]
     if lines:
         found.update(json.loads(lines[-1].removeprefix(LINE)))
     else:
         found["note"] = " / ".join([ended, *tail[-3:]])[:600]
     if "WorkerProc initialization failed" in found["note"]:  # what the worker said is in its log only
-        said = [line for line in tail if re.search(r"\w*(Error|Exception): ", line) and "WorkerProc init" not in line]
-        found["note"] = re.sub(r"^\(.*?\)\s*|^ERROR \S+ \S+ \[\S+\]\s*", "", said[-1] if said else found["note"])[:600]
+        logged = [re.sub(r"^(\(.*?\)\s*)?(ERROR \S+ \S+ \[\S+\]\s*)?", "", line) for line in tail]
+        errors = [line for line in logged if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)]
+        found["note"] = next((line for line in errors if "WorkerProc" not in line), found["note"])[:600]
     if found["state"] != "right" and os.environ.get("SHOW"):
         print(*tail[-80:], sep="\n")
     day = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")

@@ -16,7 +16,7 @@ from importlib.machinery import ModuleSpec
 from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from spec_vllm_compat import remote_code, support
+from spec_vllm_compat import support
 from spec_vllm_compat.errors import CompatError, PatchError, UnsupportedVersionError
 from spec_vllm_compat.report import PatchReport, Report
 from spec_vllm_compat.versions import Versions, detect
@@ -113,6 +113,8 @@ def uninstall() -> None:
 
 def report() -> Report:
     """What is installed, which patch sets apply and why, and what failed."""
+    from spec_vllm_compat import remote_code
+
     versions = detect()
     session = sys.modules.get("spec_vllm_compat.driver.session")
     return Report(

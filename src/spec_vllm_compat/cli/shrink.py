@@ -27,7 +27,13 @@ _AT_MOST = {
     "first_k_dense_replace": 1,
     "sliding_window": 128,
     "num_nextn_predict_layers": 0,
+    "moe_topk": 2,
+    "expert_ffn_hidden_size": 128,
+    "ffn_hidden_size": 512,
 }
+
+#: Older names of the sizes that are made small.
+_NAMES = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
 
 
 def shrink(config: dict[str, Any], *, keep_vocabulary: bool) -> dict[str, Any]:
@@ -39,19 +45,32 @@ def shrink(config: dict[str, Any], *, keep_vocabulary: bool) -> dict[str, Any]:
     """
     small = copy.deepcopy(config)
     text = text_part(small)
-    old_hidden = text["hidden_size"]
+    for new, old in _NAMES.items():
+        if new not in text and old in text:
+            text[new] = text.pop(old)
+    old_hidden, old_layers = text["hidden_size"], int(text["num_hidden_layers"])
     layers = _layers(text)
-    for name in ("layer_types", "no_rope_layers"):
-        if isinstance(text.get(name), list):
-            text[name] = text[name][:layers]
+    for name, value in text.items():
+        if isinstance(value, list) and len(value) == old_layers:  # one entry a layer
+            text[name] = value[:layers]
+        elif isinstance(value, list) and name in ("attn_layer_indices", "mlp_only_layers"):  # numbers of layers
+            text[name] = [layer for layer in value if layer < layers]
     text["num_hidden_layers"] = layers
+    if "num_layers" in text:  # LongCat: two attention blocks a layer
+        text["num_layers"] = max(1, layers * int(text["num_layers"]) // old_layers)
     if "max_window_layers" in text:
         text["max_window_layers"] = min(text["max_window_layers"], layers)
     for name, most in _AT_MOST.items():
         if isinstance(text.get(name), int):
             text[name] = min(text[name], most)
     _heads(text)
-    text["intermediate_size"] = 2 * text["hidden_size"]
+    if isinstance(text.get("intermediate_size"), list):  # Gemma 3n
+        text["intermediate_size"] = [2 * text["hidden_size"]] * layers
+    else:
+        text["intermediate_size"] = 2 * text["hidden_size"]
+    if "mamba_n_heads" in text and "mamba_d_ssm" not in text:
+        inner, width = text.get("mamba_expand", 2) * text["hidden_size"], text.get("mamba_d_head")
+        text["mamba_n_heads"] = inner // width if isinstance(width, int) else 8
     if "initializer_range" in text:
         text["initializer_range"] = 0.08  # so that layers and positions differ by more than rounding
     if not keep_vocabulary:

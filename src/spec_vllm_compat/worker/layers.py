@@ -152,7 +152,9 @@ class Usage:
 
     def _on_return(self, _module: Any, _args: Any, output: Any) -> None:
         if self._parts is not None:
-            self._settle([self._role(part) for part in _tensors(output)])
+            roles = [self._role(part) for part in _tensors(output)]
+            if 1 not in roles:  # a decoder within the model returns both; what its caller does with them tells
+                self._settle(roles)
 
     def _on_use(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._parts is None:
