@@ -10,6 +10,8 @@ import pytest
 
 import architectures
 
+torch = pytest.importorskip("torch")
+
 pytestmark = pytest.mark.stack
 
 
@@ -108,3 +110,29 @@ def test_the_report_names_the_layers(build: Any, small_model: Any, batch: Any) -
     said = f"{path}: layers model.layers.K, K = [4, 0]; a row is what a layer returns as hidden + residual"
     assert said in spec_vllm_compat.report().generators
     assert f"generator of {said}" in str(spec_vllm_compat.report())
+
+
+@pytest.mark.parametrize(
+    ("on_cpu", "right", "custom_ops"), [(True, False, ["-rotary_embedding"]), (True, True, None), (False, False, None)]
+)
+def test_a_wrong_rotary_operator_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, on_cpu: bool, right: bool, custom_ops: list[str] | None
+) -> None:
+    from vllm.platforms import current_platform
+
+    from spec_vllm_compat.patches import cpu_rotary_embedding
+
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: on_cpu)
+    monkeypatch.setattr(cpu_rotary_embedding, "_operator_is_right", lambda: right)
+    keywords: dict[str, Any] = {}
+    cpu_rotary_embedding._adapt(None, keywords)
+    config = keywords.get("compilation_config")
+    assert (config.custom_ops if config else None) == custom_ops
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about the operator for CPU")
+def test_the_rotary_operator_is_tried_as_deepseek_uses_it() -> None:
+    """Fails once vLLM's operator is repaired: then say so in the record of the patch set."""
+    from spec_vllm_compat.patches import cpu_rotary_embedding
+
+    assert not cpu_rotary_embedding._operator_is_right()

@@ -302,6 +302,80 @@ def kimi_vision_shapes(text: dict[str, Any], vision: dict[str, Any]) -> dict[str
     return {f"{part}.{name}": tuple(p.shape) for part, m in parts.items() for name, p in m.named_parameters()}
 
 
+def quantized(bits: int, only: str = "_proj.") -> Callable[[Path], None]:
+    """Quantises the linear layers of a saved checkpoint as compressed-tensors does; the reference has the rounded weights.
+
+    4 bits: groups of 32, weights alone, packed, as in Kimi-K2.5. 8 bits: a scale a channel, and activations a token.
+    """
+
+    def finish(path: Path) -> None:
+        import torch
+        from safetensors.torch import load_file, save_file
+
+        reference = path / "reference"
+        reference.mkdir(exist_ok=True)
+        source = reference if (reference / "model.safetensors").exists() else path
+        if source is path:
+            (reference / "config.json").write_text((path / "config.json").read_text())
+        weights, rounded = load_file(path / "model.safetensors"), load_file(source / "model.safetensors")
+        for name in [
+            name for name in weights if only in name and name.endswith("_proj.weight") and "vision" not in name
+        ]:
+            weight, base = weights.pop(name).float(), name.removesuffix("weight")
+            rows, columns = weight.shape
+            groups = weight.view(rows, -1, 32 if bits == 4 else columns)
+            scale = (groups.abs().amax(-1, keepdim=True) / (2 ** (bits - 1) - 1)).bfloat16().float()
+            steps = (groups / scale).round().clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+            rounded[name.removeprefix("language_model.")] = (steps * scale).view(rows, columns)
+            whole = steps.view(rows, columns).to(torch.int8)
+            weights[base + "weight_scale"] = scale.view(rows, -1).bfloat16()
+            if bits == 4:
+                from compressed_tensors.compressors.quantized_compressors.pack_quantized import pack_to_int32
+
+                weights[base + "weight_packed"] = pack_to_int32(whole, 4)
+                weights[base + "weight_shape"] = torch.tensor([rows, columns])
+            else:
+                weights[base + "weight"] = whole
+        save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+        save_file(rounded, reference / "model.safetensors", metadata={"format": "pt"})
+        scheme: dict[str, Any] = {"num_bits": bits, "type": "int", "symmetric": True, "dynamic": False}
+        scheme |= {"strategy": "group", "group_size": 32} if bits == 4 else {"strategy": "channel"}
+        activations = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": True, "strategy": "token"}
+        ignored = (
+            ["lm_head", "re:.*mlp.gate$"]
+            if only == "_proj."
+            else ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"]
+        )
+        config = {
+            "quant_method": "compressed-tensors", "format": "pack-quantized" if bits == 4 else "int-quantized", "ignore": ignored,
+            "config_groups": {"group_0": {
+                "targets": ["Linear"], "weights": scheme, "input_activations": activations if bits == 8 else None,
+            }},
+        }  # fmt: skip
+        whole_config = json.loads((path / "config.json").read_text())
+        whole_config.get("text_config", whole_config)["quantization_config"] = config
+        (path / "config.json").write_text(json.dumps(whole_config, indent=1))
+
+    return finish
+
+
+def kimi_int4(path: Path) -> None:
+    kimi(path)
+    quantized(4, "mlp.experts.")(path)
+
+
+def rounded_activations(model: Any) -> None:
+    """8 bit activations, one scale a token, before every linear layer of the decoder."""
+
+    def shorten(_module: Any, args: Any) -> Any:
+        scale = args[0].abs().amax(-1, keepdim=True) / 127
+        return ((args[0] / scale).round() * scale,)
+
+    for name, module in model.model.layers.named_modules():
+        if name.endswith("_proj"):
+            module.register_forward_pre_hook(shorten)
+
+
 def scaled_queries(model: Any) -> None:
     """What ``llama_4_scaling`` does: queries grow with the position. Transformers' DeepSeek does not know it."""
     import torch
@@ -336,7 +410,14 @@ LATENT = {
 }
 YARN = {"type": "yarn", "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, "beta_fast": 32.0, "beta_slow": 1.0}  # fmt: skip
 V2 = {**LATENT, "topk_method": "greedy", "n_group": 1, "topk_group": 1, "norm_topk_prob": False}
-V3 = {**LATENT, "n_group": 4, "topk_group": 2, "norm_topk_prob": True, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+V3 = {
+    **LATENT,
+    "n_group": 4,
+    "topk_group": 2,
+    "norm_topk_prob": True,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+}
 TIED = {**SIZES, "tie_word_embeddings": True}
 
 NO_HEAD_DIM = {key: value for key, value in SIZES.items() if key != "head_dim"}
@@ -371,9 +452,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "mistral": Architecture("mistral", {**SIZES, "sliding_window": 64}, "MistralForCausalLM"),
     "mixtral": Architecture("mixtral", {**SIZES, "num_local_experts": 4}, "MixtralForCausalLM"),
     "gemma": Architecture("gemma", {**TIED, "hidden_activation": "gelu_pytorch_tanh"}, "GemmaForCausalLM"),
-    "gemma-2": Architecture(
-        "gemma2", {**TIED, "sliding_window": 64, "query_pre_attn_scalar": 32}, "Gemma2ForCausalLM"
-    ),
+    "gemma-2": Architecture("gemma2", {**TIED, "sliding_window": 64, "query_pre_attn_scalar": 32}, "Gemma2ForCausalLM"),
     "gemma-3-text": Architecture("gemma3_text", GEMMA_3, "Gemma3ForCausalLM"),
     "granite": Architecture(
         "granite",
@@ -395,6 +474,13 @@ ARCHITECTURES: dict[str, Architecture] = {
         "GptOssForCausalLM",
     ),
     "deepseek-v2": Architecture("deepseek_v2", V2, "DeepseekV2ForCausalLM", environment=MLA),
+    "deepseek-v2-yarn": Architecture(
+        "deepseek_v2",
+        {**V2, "rope_scaling": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707}},
+        "DeepseekV2ForCausalLM",
+        environment=MLA,
+        name="DeepseekV2ForCausalLM, yarn",
+    ),
     "deepseek-v2-mla": Architecture("deepseek_v2", V2, "DeepseekV2ForCausalLM", name="DeepseekV2ForCausalLM, MLA"),
     "deepseek-v3": Architecture("deepseek_v3", V3, "DeepseekV3ForCausalLM", environment=MLA),
     "cohere": Architecture("cohere", TIED, "CohereForCausalLM"),
@@ -405,6 +491,32 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "phi-moe": Architecture(
         "phimoe", {**SIZES, "num_local_experts": 4}, "PhimoeForCausalLM", architectures="PhiMoEForCausalLM"
+    ),
+    "llama-int4": Architecture(
+        "llama",
+        SIZES,
+        "LlamaForCausalLM",
+        dtype="bfloat16",
+        finish=quantized(4),
+        name="LlamaForCausalLM, compressed-tensors INT4",
+    ),
+    "llama-int8": Architecture(
+        "llama",
+        SIZES,
+        "LlamaForCausalLM",
+        dtype="bfloat16",
+        finish=quantized(8),
+        adapt=rounded_activations,
+        name="LlamaForCausalLM, compressed-tensors W8A8",
+    ),
+    "kimi-k2.5-int4": Architecture(
+        "deepseek_v3",
+        {**V3, "n_group": 1, "topk_group": 1, "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
+        "DeepseekV3ForCausalLM",
+        environment=MLA,
+        dtype="bfloat16",
+        finish=kimi_int4,
+        name="KimiK25ForConditionalGeneration, INT4 experts",
     ),
     "kimi-k2": Architecture(
         "deepseek_v3",

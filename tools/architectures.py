@@ -99,7 +99,9 @@ def supervise(name: str, timeout: float) -> dict[str, Any]:
         except subprocess.TimeoutExpired:
             lines, said, ended = [], "", f"no result within {timeout:.0f} s"
         stderr.seek(0)
-        tail = [line.strip() for line in (said + stderr.read()).splitlines() if line.strip() and not line.startswith(LINE)]
+        tail = [
+            line.strip() for line in (said + stderr.read()).splitlines() if line.strip() and not line.startswith(LINE)
+        ]
     if lines:
         found.update(json.loads(lines[-1].removeprefix(LINE)))
     else:
