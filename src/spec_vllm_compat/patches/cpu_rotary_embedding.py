@@ -36,7 +36,7 @@ def _operator_is_right() -> bool:
     shaped = flat.clone().view(2, 2, 16)
     for query in (flat, shaped):  # rotated in place, by less and less
         _custom_ops.rotary_embedding(torch.arange(2), query, key.clone(), 16, torch.ones(2, 16) / 2, True)
-    return torch.equal(flat, shaped.view(2, 32))
+    return bool(torch.equal(flat, shaped.view(2, 32)))
 
 
 def _adapt(_target: Target, keywords: dict[str, Any]) -> None:
