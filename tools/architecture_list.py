@@ -472,6 +472,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "gpt_oss",
         {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 64},
         "GptOssForCausalLM",
+        dtype="bfloat16",
     ),
     "deepseek-v2": Architecture("deepseek_v2", V2, "DeepseekV2ForCausalLM", environment=MLA),
     "deepseek-v2-yarn": Architecture(
@@ -646,7 +647,17 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "hunyuan-dense": Architecture("hunyuan_v1_dense", {**SIZES, "use_qk_norm": True}, "HunYuanDenseV1ForCausalLM"),
     "hunyuan-moe": Architecture(
-        "hunyuan_v1_moe", {**SIZES, "use_qk_norm": True, "num_experts": 4, "moe_topk": 2}, "HunYuanMoEV1ForCausalLM"
+        "hunyuan_v1_moe",
+        {
+            **SIZES,
+            "use_qk_norm": True,
+            "num_experts": 4,
+            "moe_topk": 2,
+            "moe_intermediate_size": [256] * 6,
+            "num_shared_expert": 1,
+            "use_mixed_mlp_moe": True,
+        },
+        "HunYuanMoEV1ForCausalLM",
     ),
     "glm": Architecture("glm", SIZES, "GlmForCausalLM"),
     "glm-4-moe": Architecture(

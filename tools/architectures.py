@@ -162,6 +162,7 @@ def extract(architecture: Architecture, path: Path) -> dict[str, Any]:
     except Exception as error:  # noqa: BLE001 - whatever it is, it is the outcome
         text = f"{type(error).__name__}: {error}".split("\nTraceback")[0]
         ours = isinstance(error, spec_vllm_compat.CompatError)
+        ours &= "worker failed" not in text or "CaptureError" in text  # else it is the model itself that fails
         return {"state": "refused" if ours else "not run", "note": text[:600]}
     finally:
         module.ModelConfig = original
