@@ -25,6 +25,9 @@ SIZES = {
 MLA = {"VLLM_MLA_DISABLE": "1"}  # vLLM's CPU platform has no MLA attention
 
 
+TWO_RANKS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
+
 @dataclass(frozen=True)
 class Architecture:
     """One row of the table.
@@ -36,7 +39,8 @@ class Architecture:
         architectures: name that ``config.json`` gives to vLLM, where it is not Transformers' own.
         environment: variables that the run needs.
         dtype: in which vLLM computes.
-        note: what is special about it.
+        ranks: tensor parallel size.
+        expert_parallel: whether the ranks share experts out whole.
         finish: changes the saved checkpoint.
         adapt: changes the reference.
         told: whether Transformers' ``hidden_states[k + 1]`` is the output of layer k, as for nearly all.
@@ -48,7 +52,8 @@ class Architecture:
     architectures: str | None = None
     environment: dict[str, str] = field(default_factory=dict)
     dtype: str = "float32"
-    note: str = ""
+    ranks: int = 1
+    expert_parallel: bool = False
     finish: Callable[[Path], None] | None = None
     adapt: Callable[[Any], None] | None = None
     name: str | None = None
@@ -449,6 +454,23 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen2": Architecture("qwen2", SIZES, "Qwen2ForCausalLM"),
     "qwen3": Architecture("qwen3", SIZES, "Qwen3ForCausalLM"),
     "qwen3-moe": Architecture("qwen3_moe", {**SIZES, **MOE}, "Qwen3MoeForCausalLM"),
+    "qwen3-moe-two-ranks": Architecture(
+        "qwen3_moe",
+        {**SIZES, **MOE},
+        "Qwen3MoeForCausalLM",
+        ranks=2,
+        environment=TWO_RANKS,
+        name="Qwen3MoeForCausalLM, two ranks",
+    ),
+    "qwen3-moe-expert-parallel": Architecture(
+        "qwen3_moe",
+        {**SIZES, **MOE},
+        "Qwen3MoeForCausalLM",
+        ranks=2,
+        expert_parallel=True,
+        environment=TWO_RANKS,
+        name="Qwen3MoeForCausalLM, two ranks, expert parallel",
+    ),
     "mistral": Architecture("mistral", {**SIZES, "sliding_window": 64}, "MistralForCausalLM"),
     "mixtral": Architecture("mixtral", {**SIZES, "num_local_experts": 4}, "MixtralForCausalLM"),
     "gemma": Architecture("gemma", {**TIED, "hidden_activation": "gelu_pytorch_tanh"}, "GemmaForCausalLM"),
@@ -613,7 +635,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen2-moe": Architecture(
         "qwen2_moe", {**NO_HEAD_DIM, **MOE, "shared_expert_intermediate_size": 64}, "Qwen2MoeForCausalLM"
     ),
-    "smollm-3": Architecture("smollm3", NO_HEAD_DIM, "SmolLM3ForCausalLM", note="vLLM runs Transformers' own code"),
+    "smollm-3": Architecture("smollm3", NO_HEAD_DIM, "SmolLM3ForCausalLM"),
     "granite-4": Architecture(
         "granitemoehybrid",
         {

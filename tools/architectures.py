@@ -147,7 +147,10 @@ def extract(architecture: Architecture, path: Path) -> dict[str, Any]:
 
     original, smallest = module.ModelConfig, getattr(module, "MIN_MAX_BATCHED_TOKENS", None)
     module.ModelConfig = lambda **keywords: original(**{**keywords, "dtype": architecture.dtype})
-    more = {}
+    more: dict[str, Any] = {"tensor_parallel_size": architecture.ranks}
+    if architecture.expert_parallel:  # which the generator has no argument for
+        parallel = module.ParallelConfig
+        module.ParallelConfig = lambda **keywords: parallel(**keywords, enable_expert_parallel=True)
     if smallest is not None:
         module.MIN_MAX_BATCHED_TOKENS = STEP
     else:

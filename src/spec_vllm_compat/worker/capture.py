@@ -144,6 +144,7 @@ class Capture:
         finally:
             self._rows = 0
             self._residuals.clear()
+            self._usage.forget()
             finish_two_phase(worker)
 
     def _collect(self, chunks: tuple[Chunk, ...]) -> Step:

@@ -132,6 +132,10 @@ class Usage:
             handle.remove()
         self._handles = []
 
+    def forget(self) -> None:
+        """Let go of the tensors of a step that is over."""
+        self._parts = None
+
     def settled(self) -> Meaning:
         """The meaning; call it after the step.
 
