@@ -162,18 +162,18 @@ class Reference:
             handle.remove()
 
 
-def tokenizer(path: Path, **special: str) -> Any:
+def tokenizer(path: Path, cls: str = "PreTrainedTokenizerFast", **special: str) -> Any:
     """Some tokenizer: speculators loads one and asks it for nothing but its end token.
 
     Processors of vision models want special tokens; they take the last places of the vocabulary, by their order.
     """
+    import transformers
     from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
 
     names = [f"t{i}" for i in range(VOCABULARY)]
     names[VOCABULARY - len(special) :] = special.values()
     words = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="t2"))
-    made = PreTrainedTokenizerFast(
+    made = getattr(transformers, cls)(
         tokenizer_object=words,
         bos_token="t0",
         eos_token="t1",
@@ -208,7 +208,7 @@ def qwen_processor(path: Path) -> None:
     from transformers import Qwen2VLImageProcessorFast, Qwen3VLProcessor, Qwen3VLVideoProcessor
 
     words = tokenizer(
-        path, image_token="<|image_pad|>", video_token="<|video_pad|>",
+        path, "Qwen2TokenizerFast", image_token="<|image_pad|>", video_token="<|video_pad|>",
         vision_start_token="<|vision_start|>", vision_end_token="<|vision_end|>",
     )  # fmt: skip
     sizes = {"patch_size": 16, "temporal_patch_size": 2, "merge_size": 2}
