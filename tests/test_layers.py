@@ -287,21 +287,26 @@ def test_no_layers() -> None:
         find_decoder_layers(lists(model__layers=4), 5)
 
 
-def test_the_first_step_and_the_next_ones_give_the_same_rows() -> None:
-    """The residuals of the first step are added once the model has shown what they are."""
+def small_capture(*model: Any, keep: bool = True) -> tuple[Any, nn.Module]:
+    """A capture of layers 0 and 2 of a small model."""
     from spec_vllm_compat.worker.capture import Capture
     from spec_vllm_compat.worker.sink import Sink
 
+    made = Model(*(model or (Layer, Norm, "both")))
+    text = SimpleNamespace(num_hidden_layers=3)
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=8),
+        model_config=SimpleNamespace(hf_text_config=text, dtype=torch.float32),
+    )
+    worker = SimpleNamespace(model_runner=SimpleNamespace(model=made), vllm_config=config)
+    return Capture(worker, (0, 2), Sink(torch.device("cpu")), keep=keep), made
+
+
+def test_the_first_step_and_the_next_ones_give_the_same_rows() -> None:
+    """The residuals of the first step are added once the model has shown what they are."""
     for layer, norm, end in ((Layer, Norm, "both"), (AddedLayer, Norm, "first")):
         torch.manual_seed(0)
-        model = Model(layer, norm, end)
-        text = SimpleNamespace(num_hidden_layers=3)
-        config = SimpleNamespace(
-            scheduler_config=SimpleNamespace(max_num_batched_tokens=8),
-            model_config=SimpleNamespace(hf_text_config=text, dtype=torch.float32),
-        )
-        worker = SimpleNamespace(model_runner=SimpleNamespace(model=model), vllm_config=config)
-        capture = Capture(worker, (0, 2), Sink(torch.device("cpu")), keep=True)
+        capture, model = small_capture(layer, norm, end)
         capture._rows = 5
         x = torch.randn(5, WIDTH)
         taken = []
@@ -320,3 +325,41 @@ def test_the_first_step_and_the_next_ones_give_the_same_rows() -> None:
         assert torch.equal(taken[0], torch.stack([want[0], want[2]]))
         assert module.Meaning(capture.meaning) is (Meaning.SUM if layer is Layer else Meaning.HIDDEN)
         capture.remove()
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ((1.0, -2.0, 0.5), None),
+        ((1.02, -2.01, 0.49), None),  # rounding
+        ((0.3, -1.1, 0.9), "a rank's part of a sum"),  # what the other rank adds is missing
+        ((1.0, -2.0), "a rank's part of a sum"),
+        ((float("nan"), -2.0, 0.5), "a rank's part of a sum"),
+    ],
+)
+def test_ranks_that_return_parts_of_a_sum_are_refused(other: tuple[float, ...], said: str | None) -> None:
+    from spec_vllm_compat.driver.session import Session
+    from spec_vllm_compat.errors import ExtractionError
+    from spec_vllm_compat.protocol import Step
+
+    session = Session()
+    session.call = SimpleNamespace(take_in=lambda step: None, segment=None, layout=lambda: None)
+    session.ask = lambda *args: [Step(samples=(1.0, -2.0, 0.5)), Step(samples=other)]
+    if said is None:
+        session.step(None, None)
+        return
+    with pytest.raises(ExtractionError, match=said):
+        session.step(None, None)
+
+
+def test_every_rank_samples_its_first_step() -> None:
+    capture, model = small_capture(keep=False)
+    capture._rows = 5
+    with torch.inference_mode():
+        model(torch.randn(5, WIDTH))
+    capture._settle_meaning()
+    assert len(capture._samples) == 2 * 8
+    assert capture._collect(()).samples != ()
+    with torch.inference_mode():
+        model(torch.randn(5, WIDTH))
+    assert capture._collect(()).samples == ()

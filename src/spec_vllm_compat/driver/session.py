@@ -6,9 +6,11 @@ import logging
 import signal
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+
+import numpy as np
 
 from spec_vllm_compat.driver.buffers import BufferPool
 from spec_vllm_compat.driver.call import Call
@@ -106,6 +108,7 @@ class Session:
         for rank, step in enumerate(steps):
             if step.chunks != first.chunks or step.layer_calls != first.layer_calls:
                 raise ExtractionError(f"rank {rank} ran another batch than rank 0: {step.chunks} and {first.chunks}")
+            _same_on_every_rank(rank, step.samples, first.samples)
         if first.chunks and self.call is None:
             raise ExtractionError("a step was executed outside of generate()")
         if self.call is not None:
@@ -136,6 +139,17 @@ class Session:
                 self.shared = False
                 self.call.without_segment()
         return self.call.layout()
+
+
+def _same_on_every_rank(rank: int, found: Sequence[float], due: Sequence[float]) -> None:
+    """Rows are taken from rank 0: raise unless the others computed the same, but for rounding."""
+    scale = max((abs(value) for value in due if np.isfinite(value)), default=0.0)
+    if len(found) != len(due) or not np.allclose(found, due, rtol=0, atol=0.05 * scale, equal_nan=True):
+        raise ExtractionError(
+            f"expected decoder layers to return the same on every rank; found other values on rank {rank} than on rank 0. Do "
+            "they return a rank's part of a sum, which the next layer completes (DeepSeek-V3.2 in vLLM 0.32 does)? Use "
+            "tensor_parallel_size=1 for this model, or a vLLM whose layers return whole rows."
+        )
 
 
 class _Interrupted(Exception):

@@ -12,6 +12,8 @@ from spec_vllm_compat.protocol import Capturing, Chunk, Inline, Layout, Segment,
 from spec_vllm_compat.worker.layers import CaptureError, Meaning, Usage, find_decoder_layers, float16_factor, returned
 from spec_vllm_compat.worker.sink import Sink
 
+SAMPLES = 8  # values a layer
+
 
 class Capture:
     """Hooks on the target decoder layers of one worker's model.
@@ -44,6 +46,8 @@ class Capture:
         self._factors = [float16_factor(layers[layer], config.model_config.dtype) for layer in layer_ids]
         self._usage = Usage(model, container, layers, lambda: self._rows > 0)
         self._residuals: dict[int, torch.Tensor] = {}  # of the first step, until it is known whether they are added
+        self._first = True
+        self._samples: list[float] = []
         self.meaning = Meaning.TENSOR
         self._handles.append(model.register_forward_pre_hook(self._on_model, with_kwargs=True))
         self.sink = sink
@@ -77,9 +81,13 @@ class Capture:
         if not self._rows:
             return
         self._calls[index] += 1
-        if not self._keep:
+        if not (self._keep or self._first):
             return
         hidden, residual = returned(output, self._rows)
+        if self._first:
+            self._samples += hidden[0, :SAMPLES].float().tolist()
+        if not self._keep:
+            return
         if self._buffer is None:
             shape = (len(self._calls), self._capacity, hidden.shape[-1])
             self._buffer = torch.empty(shape, dtype=hidden.dtype, device=hidden.device)
@@ -101,6 +109,7 @@ class Capture:
         if residuals:
             self.meaning = self._usage.settled()
         self._usage.remove()
+        self._first = False
         for index, residual in residuals.items():
             assert self._buffer is not None
             with torch.inference_mode():  # in which the buffer was made
@@ -144,13 +153,15 @@ class Capture:
         finally:
             self._rows = 0
             self._residuals.clear()
+            self._samples = []
             self._usage.forget()
             finish_two_phase(worker)
 
     def _collect(self, chunks: tuple[Chunk, ...]) -> Step:
         calls = tuple(self._calls)
+        samples, self._samples = tuple(self._samples), []
         if not self._keep or self._buffer is None or self._layout is None:
-            return Step(chunks, calls)
+            return Step(chunks, calls, samples=samples)
         layout, rows = self._layout, self._buffer[:, : self._rows]
         dtype = str(rows.dtype).removeprefix("torch.")
         if (rows.shape[-1], dtype) != (layout.hidden_size, layout.dtype):
@@ -174,7 +185,7 @@ class Capture:
                     there.copy_(here)
             else:
                 self._copies.copy(pairs)
-        return Step(chunks, calls, token_ids is not None, positions is not None, inline)
+        return Step(chunks, calls, token_ids is not None, positions is not None, inline, samples)
 
     def _input(self, name: str) -> torch.Tensor | None:
         value = self._inputs.get(name)

@@ -145,7 +145,8 @@ class Usage:
         if self.meaning is None:
             raise CaptureError(
                 "expected the model to add, or to ignore, the second tensor that its decoder layers return; found no use of "
-                "it that tells. The stream could be either tensor or their sum, so nothing is returned. Please report the model."
+                "it that tells. The stream could be either tensor, their sum, or need a sum over ranks first (DeepSeek-V3.2 in "
+                "vLLM 0.32 with tensor parallelism), so nothing is returned. Please report the model."
             )
         return self.meaning
 
