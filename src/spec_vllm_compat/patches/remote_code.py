@@ -17,7 +17,8 @@ RECORD = Record(
         "configuration, which does not know every class that vLLM ships: «model type `kimi_k25` but Transformers does not "
         "recognize this architecture». And it finds the number of layers only at the top or in `text_config`. Now vLLM "
         "reads the configuration, its own language part gives the layers, and one setting, "
-        "`SPEC_VLLM_COMPAT_TRUST_REMOTE_CODE`, holds for configuration, tokenizer and model."
+        "`SPEC_VLLM_COMPAT_TRUST_REMOTE_CODE`, holds for configuration, tokenizer and model. Where vLLM itself trusts code "
+        "unasked it cannot help: Kimi-K2.5's class does so for the image processor."
     ),
     changed="faults of speculators' own, on every vLLM",
     source="speculators 0.3.0 vllm_hidden_states_generator.py, lines 80 to 90 and 174; vllm/transformers_utils/config.py",
