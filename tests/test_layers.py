@@ -196,7 +196,7 @@ A, B = torch.ones(5, WIDTH), torch.full((5, WIDTH), 2.0)
         ((A,), A, None),
         ((A, B), A, B),
         (A[None], A, None),
-        ((A, B, (A, A)), A, B),  # Hunyuan: keys and values for the next layer
+        ((A, B, (torch.ones(5, 3), torch.ones(5, 3))), A, B),  # Hunyuan: keys and values for the next layer
         ((A, torch.ones(5, 3)), A, None),  # router logits
     ],
 )
@@ -215,6 +215,7 @@ def test_forms_of_output(output: Any, hidden: Any, residual: Any) -> None:
         ((A, B[:3]), "at most one residual like them"),
         ((A, B.double()), "at most one residual like them"),
         ((A, B, B), "at most one residual"),
+        ((A, (B, None)), "at most one residual"),  # something that the next layer will add
         ({"hidden": A}, "found dict"),
         ((), "found "),
     ],

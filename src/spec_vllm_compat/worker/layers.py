@@ -70,12 +70,14 @@ def returned(output: Any, rows: int) -> tuple[torch.Tensor, torch.Tensor | None]
         )
     width = hidden.shape[-1]
     parts = [part for part in map(_flat, others) if isinstance(part, torch.Tensor) and part.shape[-1:] == (width,)]
+    nested = [part for other in others if not isinstance(other, torch.Tensor) for part in _tensors(other)]
     if len(hidden) < rows:
         raise CaptureError(
             f"expected a layer to return a row for each of {rows} tokens; found {_form(output)}. Are the layers' outputs "
             "sharded over ranks (sequence parallelism: expert parallel with data parallel)? Turn that off."
         )
-    if len(parts) > 1 or any(part.shape != hidden.shape or part.dtype is not hidden.dtype for part in parts):
+    unlike = any(part.shape != hidden.shape or part.dtype is not hidden.dtype for part in parts)
+    if len(parts) > 1 or unlike or any(part.shape == hidden.shape for part in nested):
         raise CaptureError(f"expected hidden states and at most one residual like them; found {_form(output)}")
     return hidden, parts[0] if parts else None
 
