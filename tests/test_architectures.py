@@ -37,6 +37,11 @@ def test_a_right_cell_has_its_number(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     )
 
 
+def test_a_cell_names_the_settings_that_it_needs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    page = rendered(monkeypatch, tmp_path, {**RIGHT, "environment": {"VLLM_MLA_DISABLE": "1"}})
+    assert row(page, "LlamaForCausalLM").endswith("| right, 2e-06 float32, `VLLM_MLA_DISABLE=1` |")
+
+
 @pytest.mark.parametrize("state", ["refused", "not run", "wrong"])
 def test_other_states_are_not_called_right(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, state: str) -> None:
     bad = {**RIGHT, "name": "qwen2", "state": state, "note": "the reason"}

@@ -71,7 +71,8 @@ def cell(result: dict[str, Any] | None, note: str) -> str:
             raise ValueError(
                 f"{result['name']} is called right with {result['rows']} rows and an error of {result['worst']}"
             )
-        return f"right, {result['worst']:.0e} {result['dtype']}"
+        settings = "".join(f", `{name}={value}`" for name, value in result.get("environment", {}).items())
+        return f"right, {result['worst']:.0e} {result['dtype']}{settings}"
     if result["state"] == "right by vLLM":
         state += f", {result['rows_nats']:.0e} nats"
     return state + note
