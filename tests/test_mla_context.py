@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from spec_vllm_compat.patches import mla_model_runner
 from spec_vllm_compat.protocol import Chunk
 from spec_vllm_compat.worker.capture import require_mla_context_in_place
 from spec_vllm_compat.worker.layers import CaptureError
@@ -67,3 +70,32 @@ def test_a_step_that_vllm_computes_right_passes(chunks: list[Chunk], decodes: in
 )
 def test_other_states_pass(other: object) -> None:
     require_mla_context_in_place(other, SECOND_STEP)
+
+
+@pytest.mark.parametrize(("mla", "before", "after"), [(True, None, "0"), (True, "1", "1"), (False, None, None)])
+def test_mla_models_stay_on_model_runner_v1(
+    monkeypatch: pytest.MonkeyPatch, mla: bool, before: str | None, after: str | None
+) -> None:
+    monkeypatch.setenv(mla_model_runner.CHOICE, "to be put back")
+    if before is None:
+        monkeypatch.delenv(mla_model_runner.CHOICE)
+    else:
+        monkeypatch.setenv(mla_model_runner.CHOICE, before)
+    mla_model_runner._adapt(None, {"model_config": SimpleNamespace(use_mla=mla)})  # type: ignore[arg-type]
+    assert os.environ.get(mla_model_runner.CHOICE) == after
+
+
+@pytest.mark.parametrize(
+    ("source", "needed"), [("prefill_tokens_with_context: int", True), ("merge_all", False), (None, False)]
+)
+def test_the_source_of_mla_decides(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: str | None, needed: bool
+) -> None:
+    if source is not None:
+        file = tmp_path / "model_executor" / "layers" / "attention" / "mla_attention.py"
+        file.parent.mkdir(parents=True)
+        file.write_text(source)
+    monkeypatch.setattr(
+        mla_model_runner, "find_spec", lambda name: SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    )
+    assert mla_model_runner._probe(None).needed is needed  # type: ignore[arg-type]

@@ -113,26 +113,42 @@ def test_the_report_names_the_layers(build: Any, small_model: Any, batch: Any) -
 
 
 @pytest.mark.parametrize(
-    ("on_cpu", "right", "custom_ops"), [(True, False, ["-rotary_embedding"]), (True, True, None), (False, False, None)]
+    ("on_cpu", "wrong", "custom_ops"),
+    [
+        (True, ["rotary_embedding"], ["-rotary_embedding"]),
+        (True, ["rms_norm", "rotary_embedding"], ["-rms_norm", "-rotary_embedding"]),
+        (True, [], None),
+        (False, ["rms_norm"], None),
+    ],
 )
-def test_a_wrong_rotary_operator_is_not_used(
-    monkeypatch: pytest.MonkeyPatch, on_cpu: bool, right: bool, custom_ops: list[str] | None
+def test_wrong_operators_are_not_used(
+    monkeypatch: pytest.MonkeyPatch, on_cpu: bool, wrong: list[str], custom_ops: list[str] | None
 ) -> None:
     from vllm.platforms import current_platform
 
-    from spec_vllm_compat.patches import cpu_rotary_embedding
+    from spec_vllm_compat.patches import cpu_operators
 
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: on_cpu)
-    monkeypatch.setattr(cpu_rotary_embedding, "_operator_is_right", lambda: right)
+    for name in ("rms_norm", "rotary_embedding"):
+        monkeypatch.setattr(cpu_operators, f"{name}_is_right", lambda right=name not in wrong: right)
     keywords: dict[str, Any] = {}
-    cpu_rotary_embedding._adapt(None, keywords)
+    cpu_operators._adapt(None, keywords)
     config = keywords.get("compilation_config")
     assert (config.custom_ops if config else None) == custom_ops
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="about the operator for CPU")
-def test_the_rotary_operator_is_tried_as_deepseek_uses_it() -> None:
-    """Fails once vLLM's operator is repaired: then say so in the record of the patch set."""
-    from spec_vllm_compat.patches import cpu_rotary_embedding
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about the operators for CPU")
+def test_operators_are_tried_as_models_use_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails once vLLM's operators are repaired: then say so in the record of the patch set."""
+    from vllm import _custom_ops
 
-    assert not cpu_rotary_embedding._operator_is_right()
+    from spec_vllm_compat.patches import cpu_operators
+
+    assert not cpu_operators.rotary_embedding_is_right()
+    assert not cpu_operators.rms_norm_is_right()
+
+    def repaired(out: Any, values: Any, weight: Any, epsilon: float) -> None:
+        out.copy_(values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + epsilon) * weight)
+
+    monkeypatch.setattr(_custom_ops, "rms_norm", repaired)
+    assert cpu_operators.rms_norm_is_right()

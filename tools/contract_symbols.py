@@ -407,17 +407,30 @@ LEANS: tuple[Lean, ...] = (
         "the number of layers is unknown",
     ),
     Lean(
-        "cpu_rotary_embedding",
+        "cpu_operators",
         f"{_CONFIG}:CompilationConfig.custom_ops",
         "generator, VllmConfig(...)",
         "DeepSeek's queries are rotated wrongly on CPU",
     ),
     Lean(
-        "cpu_rotary_embedding",
+        "cpu_operators",
         "vllm._custom_ops:rotary_embedding",
         "generator, VllmConfig(...)",
         "the operator cannot be tried",
         passes=("positions", "query", "key", "head_size", "cos_sin_cache", "is_neox"),
+    ),
+    Lean(
+        "cpu_operators",
+        "vllm._custom_ops:rms_norm",
+        "generator, VllmConfig(...)",
+        "the operator cannot be tried",
+        passes=("out", "input", "weight", "epsilon"),
+    ),
+    Lean(
+        "mla_model_runner",
+        f"{_CONFIG}:ModelConfig.use_mla",
+        "generator, VllmConfig(...)",
+        "it is not known whether a model uses MLA",
     ),
     Lean(
         "remote_code",
