@@ -69,6 +69,17 @@ def matrix(session: nox.Session, vllm: str, speculators: str) -> None:
             shutil.rmtree(environment, ignore_errors=True)
 
 
+@nox.session(python="3.11")
+@nox.parametrize("speculators,torch,transformers", [("0.5.0", "2.11.0", "4.57.6"), ("0.9.0", "2.13.0", "5.19.0")])
+def reader(session: nox.Session, speculators: str, torch: str, transformers: str) -> None:
+    """Let a newer speculators read what ``convert`` wrote."""
+    pinned = [f"torch=={torch}", f"transformers=={transformers}"]
+    overrides = Path(session.create_tmp()) / "overrides.txt"
+    overrides.write_text("\n".join([*pinned, *(f"{name}; sys_platform == 'never'" for name in NOT_NEEDED)]) + "\n")
+    session.install("--override", str(overrides), f"speculators=={speculators}", *pinned, "pytest", ".")
+    session.run("pytest", "-q", "tests/test_convert.py")
+
+
 def _alias(environment: Path) -> None:
     """Nightly CPU builds lack the alias that the releases write, and then vLLM takes no platform to be there."""
     for site in environment.glob("lib/python*/site-packages"):

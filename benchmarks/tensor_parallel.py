@@ -1,6 +1,6 @@
 """Tensor parallel on real devices: rows of two ranks against one, a rank killed in the middle, memory by rank.
 
-    python benchmarks/tensor_parallel.py OUT.json [--shapes llama qwen3_moe deepseek_v2] [--tp 2]
+    python benchmarks/tensor_parallel.py OUT.json [--shapes llama qwen3_moe deepseek_v3] [--tp 2]
 
 Models are small, seeded and random, saved as checkpoints in float32, so that the bound can be strict: ranks add partial sums
 in another order than one rank does, which in float32 stays below 1e-4 of a row's norm (a wrong row or layer is above 0.1).
@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_MLA_DISABLE", "1")
 
 import spec_vllm_compat  # noqa: I001 - before speculators
 import torch
@@ -47,19 +49,21 @@ MOE = {"moe_intermediate_size": 256, "num_experts_per_tok": 2}
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3_moe": {**MOE, "num_experts": 8, "head_dim": 64, "decoder_sparse_step": 1, "norm_topk_prob": True},
-    "deepseek_v2": {
+    "deepseek_v3": {  # without MLA, which has no float32 (benchmarks/mla.py runs it)
         **MOE,
         "n_routed_experts": 8,
         "n_shared_experts": 1,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "n_group": 2,
+        "topk_group": 1,
         "first_k_dense_replace": 1,
         "kv_lora_rank": 64,
-        "q_lora_rank": None,
+        "q_lora_rank": 96,
         "qk_nope_head_dim": 64,
         "qk_rope_head_dim": 32,
         "v_head_dim": 64,
-        "topk_method": "greedy",
         "num_key_value_heads": 8,
-        "aux_loss_alpha": 0.0,
     },
 }
 
@@ -110,6 +114,12 @@ def copies(worker: Any) -> bool:
     return worker._spec_vllm_compat._buffer is not None
 
 
+def compiled(_worker: Any) -> list[str]:
+    """vLLM's compiled modules that this rank has loaded."""
+    modules = {name: getattr(module, "__file__", None) or "" for name, module in list(sys.modules.items())}
+    return sorted(name for name, file in modules.items() if name.startswith("vllm.") and file.endswith(".so"))
+
+
 def one_family(family: str, tp: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = checkpoint(family, Path(folder))
@@ -126,8 +136,10 @@ def one_family(family: str, tp: int) -> dict[str, Any]:
             "error_of_another_layer": wrong,
             "right": error < BOUND < wrong,
             "ranks": [identity.tensor_parallel_rank for identity in identities],
+            "model_runners": [identity.model_runner for identity in identities],  # vLLM's own choice
             "ranks_that_keep_rows": parallel.executor.collective_rpc(copies),
             "peak_bytes_by_rank": parallel.executor.collective_rpc(peak_bytes),
+            "compiled": parallel.executor.collective_rpc(compiled)[0],
         }
         if family == "llama":
             report["killed_rank"] = kill_a_rank(parallel, path, tp, alone, prompts)
@@ -178,12 +190,15 @@ def kill_a_rank(generator: Any, path: Path, tp: int, alone: list[dict], prompts:
     }
 
 
-def fork_is_refused(tmp: Path) -> str:
-    """`VLLM_WORKER_MULTIPROC_METHOD=fork`, chosen by the user, cannot work on CUDA once speculators is imported."""
+def fork(tmp: Path, tp: int) -> str:
+    """What `VLLM_WORKER_MULTIPROC_METHOD=fork` comes to: rows, or one sentence that says why not."""
     code = (
-        "import spec_vllm_compat, sys\n"
+        "import spec_vllm_compat\n"
         "from speculators.data_generation import VllmHiddenStatesGenerator\n"
-        f"VllmHiddenStatesGenerator({str(tmp)!r}, layer_ids=[1], max_model_len=64, gpu_memory_utilization=0.3)\n"
+        f"generator = VllmHiddenStatesGenerator({str(tmp)!r}, layer_ids=[1], max_model_len=64, "
+        f"gpu_memory_utilization=0.3, tensor_parallel_size={tp})\n"
+        "print('rows of shape', tuple(generator.generate([[5, 6, 7]])[0]['hidden_states'][0].shape))\n"
+        "generator.executor.shutdown()\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -193,13 +208,16 @@ def fork_is_refused(tmp: Path) -> str:
         timeout=240,
         check=False,
     )
-    return done.stderr.strip().splitlines()[-1][:400] if done.returncode else "it ran"
+    rows = re.search(r"rows of shape \(.*?\)", done.stdout)
+    if done.returncode == 0 and rows is not None:
+        return rows[0]
+    return done.stderr.strip().splitlines()[-1][:400]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["llama", "qwen3_moe", "deepseek_v2"])
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["llama", "qwen3_moe", "deepseek_v3"])
     parser.add_argument("--tp", type=int, default=2)
     options = parser.parse_args()
     report: dict[str, Any] = {
@@ -209,7 +227,7 @@ def main() -> int:
     if torch.cuda.is_available():
         report["devices"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         with tempfile.TemporaryDirectory() as folder:
-            report["fork"] = fork_is_refused(checkpoint("llama", Path(folder)))
+            report["fork"] = fork(checkpoint("llama", Path(folder)), options.tp)
             print(report["fork"], flush=True)
     for family in options.shapes:
         begin = time.monotonic()

@@ -3,11 +3,11 @@
 python examples/minimal.py MODEL_PATH
 """
 
+import spec_vllm_compat  # noqa: F401, I001 - before speculators
+
 import sys
 
 from speculators.data_generation import VllmHiddenStatesGenerator
-
-import spec_vllm_compat  # noqa: F401 - before speculators
 
 if __name__ == "__main__":
     generator = VllmHiddenStatesGenerator(sys.argv[1], layer_ids=[2, 15, 27, 29], max_model_len=2048)

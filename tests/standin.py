@@ -35,6 +35,7 @@ class Generator:
         self.layer_ids, self.delay, self.poison, self.interrupt_at = layer_ids, delay, poison, interrupt_at
         self.calls: list[list[list[int]]] = []
         self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.bfloat16))
+        self.executor = SimpleNamespace(collective_rpc=lambda _function: None)
 
     def generate(self, token_ids: list[list[int]]) -> list[dict[str, Any]]:
         self.calls.append(token_ids)
@@ -64,22 +65,19 @@ def model(folder: Path) -> Path:
     return folder
 
 
-def write_config(job: Any, _generator: Any) -> None:
-    """In place of speculators' own writer, which takes half a minute to import."""
-    config = {
-        "hidden_states": {"layer_ids": job.layer_ids},
-        "data": {"num_samples": len(job.prepared.samples)},
-        "model": {"target_model_path": job.target.path},
+def data_config(plan: Any) -> Any:
+    """In place of speculators' own, which takes half a minute to import."""
+    return {
+        "hidden_states": {"layer_ids": plan.layer_ids},
+        "data": {"num_samples": len(plan.prepared.samples)},
+        "model": {"target_model_path": plan.target.path},
     }
-    (job.options.output_dir / "data_config.json").write_text(json.dumps(config))
 
 
 if __name__ == "__main__":
-    from spec_vllm_compat.cli import extract as module
+    from spec_vllm_compat.cli import job, main, plan
 
-    module.Job._write_config = write_config  # type: ignore[method-assign]
+    plan.Plan.data_config = data_config  # type: ignore[method-assign]
     delay = float(sys.argv[1])
-    module._speculators_generator = lambda **kwargs: Generator(kwargs["layer_ids"], delay=delay)
-    from spec_vllm_compat.cli import main
-
+    job.speculators_generator = lambda **kwargs: Generator(kwargs["layer_ids"], delay=delay)
     main(sys.argv[2:])

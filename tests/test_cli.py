@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,18 +35,42 @@ def test_help_teaches_the_workflow():
     assert order == sorted(order)
 
 
-@pytest.mark.parametrize(
-    "arguments", [["no-such-command"], ["extract"], ["run"], ["run", "nowhere.py"], ["verify", "nowhere"]]
-)
-def test_wrong_usage_is_two(arguments):
-    assert call(*arguments).returncode == 2
+WRONG = [
+    ["no-such-command"],
+    ["extract"],
+    ["run"],
+    ["run", "nowhere.py"],
+    ["run", "-m"],
+    ["run", "-x"],
+    ["verify", "nowhere"],
+    ["preflight", "model", "--layer-ids"],
+    ["preflight", "model", "--layer-ids", "two"],
+    ["extract", "--model-path", "m", "--prepared-data", "d", "--output-dir", "o", "--shard-index", "1"],
+]
+HEAVY = {"torch", "vllm", "speculators", "transformers", "datasets", "numpy"}
 
 
-def test_importing_the_command_line_loads_nothing_heavy():
-    code = "import sys, spec_vllm_compat.cli as c\nfor n in c._COMMANDS: c.cli.get_command(None, n)\n"
-    code += "print([m for m in ('torch', 'vllm', 'speculators', 'transformers', 'datasets') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+def modules_of(*arguments: str) -> tuple[int, set[str]]:
+    """Exit status, and the packages that were imported."""
+    command = [sys.executable, "-X", "importtime", *COMMAND[1:], *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.returncode, {line.rpartition("|")[2].strip().split(".")[0] for line in done.stderr.splitlines()}
+
+
+@pytest.mark.parametrize("arguments", WRONG, ids=" ".join)
+def test_wrong_usage_is_two_at_once(arguments):
+    status, imported = modules_of(*arguments)
+    assert status == 2
+    assert "click" in imported
+    assert not imported & HEAVY
+
+
+@pytest.mark.parametrize("command", [[], ["doctor"], ["preflight"], ["extract"], ["verify"], ["run"], ["env"]])
+def test_help_loads_nothing_heavy(command):
+    status, imported = modules_of(*command, "--help")
+    assert status == 0
+    assert "click" in imported
+    assert not imported & HEAVY
 
 
 def test_env():
@@ -121,7 +146,8 @@ def test_the_environments_own_sitecustomize_still_runs(tmp_path):
     done = call(
         "run", "job.py", cwd=tmp_path, PYTHONPATH=f"{tmp_path / 'own'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     )
-    assert done.stdout.splitlines() == ["own sitecustomize", "own sitecustomize", "1"], done.stderr
+    # in the command, in the script and in its child
+    assert done.stdout.splitlines() == ["own sitecustomize"] * 3 + ["1"], done.stderr
 
 
 def test_errors_of_the_script_are_its_own(tmp_path):
@@ -130,6 +156,15 @@ def test_errors_of_the_script_are_its_own(tmp_path):
     assert done.returncode == 1
     assert done.stderr.rstrip().endswith("KeyError: 'mine'")
     assert "No module named nothing" in call("run", "-m", "nothing", cwd=tmp_path).stderr
+
+
+def test_a_python_that_ignores_its_environment_is_refused(tmp_path):
+    (tmp_path / "job.py").write_text("print('ran')")
+    code = f"import sys; sys.path[:0] = {os.environ.get('PYTHONPATH', '').split(os.pathsep)!r}\n"
+    code += "from spec_vllm_compat.cli import main; main(['run', 'job.py'])"
+    done = subprocess.run([sys.executable, "-E", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "PYTHONPATH" in done.stderr
 
 
 # -- doctor ------------------------------------------------------------------------------------------------------------
@@ -143,9 +178,7 @@ def findings(monkeypatch, tmp_path):
 
     answer = {
         "early": [],
-        "generator": {
-            "patches": [["two_phase", True, "two_phase: applied", False]], "failure": None, "file": "f", "hooked": True,
-        },
+        "generator": {"patches": [["two_phase", True, "two_phase: applied", False]], "failure": None, "file": "f"},
         "torch": {"version": "2.10.0", "cuda_build": None, "devices": []},
         "vllm": {"device": "cpu", "v2_runner": False},
     }  # fmt: skip
@@ -250,3 +283,121 @@ def test_shrinking_inside_a_vision_wrapper():
     small = shrink({"architectures": ["Y"], "text_config": FULL, "vision_config": vision}, keep_vocabulary=False)
     assert small["vision_config"] == {"depth": 3, "deepstack_visual_indexes": [0, 1, 2], "out_hidden_size": 512}
     assert small["text_config"]["num_hidden_layers"] == 6
+
+
+@pytest.mark.parametrize(
+    ("words", "layers"),
+    [(["--layer-ids", "2", "30", "58", "m"], (2, 30, 58)), (["m", "--layer-ids=2,30"], (2, 30)), (["m"], ())],
+)
+def test_layer_ids(words, layers):
+    from spec_vllm_compat.cli.preflight import command
+
+    parsed = command.make_context("preflight", list(words)).params
+    assert (parsed["model"], parsed["layer_ids"]) == ("m", layers)
+
+
+def target(tmp_path: Path, **more: Any) -> Any:
+    from spec_vllm_compat.cli.target import read_target
+
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**FULL, **more}))
+    return read_target(str(path))
+
+
+def test_a_models_own_code_is_not_run_unasked(tmp_path):
+    from spec_vllm_compat import CompatError
+
+    with pytest.raises(CompatError, match="pass --trust-remote-code"):
+        target(tmp_path, auto_map={"AutoConfig": "own.Config"}, hidden_size=None)
+
+
+@pytest.mark.parametrize(
+    ("more", "tp_size", "expected"),
+    [
+        ({}, 1, 2 * 2 * 8 * 128 * 48),  # K and V, 2 bytes, 8 heads of 128, 48 layers
+        ({}, 4, 2 * 2 * 2 * 128 * 48),
+        ({}, 16, 2 * 2 * 1 * 128 * 48),  # a head is not split
+        ({"kv_lora_rank": 512, "qk_rope_head_dim": 64}, 8, 2 * 576 * 48),
+    ],
+)
+def test_bytes_of_kv_cache_a_token(tmp_path, more, tp_size, expected):
+    from spec_vllm_compat.cli.preflight import _kv_bytes
+
+    assert _kv_bytes(target(tmp_path, **more), tp_size) == expected
+
+
+def test_quantisation_is_named(tmp_path):
+    from spec_vllm_compat.cli.preflight import _quantisation
+
+    assert _quantisation(target(tmp_path)) == ""
+    assert _quantisation(target(tmp_path, quantization_config={"quant_method": "fp8"})) == "fp8"
+    inside = {"text_config": {**FULL, "quantization_config": {"quant_method": "compressed-tensors", "format": "int"}}}
+    assert _quantisation(target(tmp_path, **inside)) == "compressed-tensors int"
+
+
+def test_a_comparison_must_tell_right_rows_from_wrong_ones(tmp_path):
+    torch = pytest.importorskip("torch")
+    from spec_vllm_compat import CompatError
+    from spec_vllm_compat.cli.trial import Trial
+
+    dense, routed = (Trial.__new__(Trial) for _ in range(2))
+    dense.config, routed.config = {}, {"num_experts": 8}
+    good, bad = torch.full((100,), 0.01), torch.full((100,), 0.9)
+    few = good.clone()
+    few[:5] = 0.9
+    assert "0 beyond 0.1" in dense._judge("x", good, bad, 0.1)
+    assert "5 beyond 0.1" in routed._judge("x", few, bad, 0.1)
+    for trial, own, neighbours, text in (
+        (dense, few, bad, "rows differ from x"),
+        (routed, bad, bad, "rows differ from x"),
+        (dense, good, good, "could not tell right rows from wrong ones"),
+    ):
+        with pytest.raises(CompatError, match=text):
+            trial._judge("x", own, neighbours, 0.1)
+
+
+def test_a_copy_that_was_not_quantised_is_no_trial_of_it(tmp_path):
+    from spec_vllm_compat import CompatError
+    from spec_vllm_compat.cli.trial import Trial
+
+    made = {}
+    for kept in (True, False):
+        read = target(tmp_path, quantization_config={"quant_method": "gptq", "bits": 4})
+        pytest.importorskip("transformers")
+        made[kept] = Trial.__new__(Trial)
+        made[kept]._written_by_transformers = lambda _trust: True
+        made[kept].__init__(read, tmp_path / str(kept), full=False, quantized=kept, trust_remote_code=False)
+        written = json.loads((tmp_path / str(kept) / "config.json").read_text())
+        assert ("quantization_config" in written) is kept is made[kept].quantized
+    with pytest.raises(CompatError, match="found UnquantizedLinearMethod alone"):
+        made[True]._is_quantized(["UnquantizedLinearMethod"])
+    made[True]._is_quantized(["GPTQLinearMethod", "UnquantizedLinearMethod"])
+    assert made[True].lines == ["layers     GPTQLinearMethod"]
+
+
+@pytest.mark.stack
+def test_random_weights_are_the_same_every_time_and_of_like_size():
+    import torch
+
+    from spec_vllm_compat.cli.weights import randomise
+
+    def model() -> torch.nn.Module:
+        made = torch.nn.Module()
+        for name, value in {
+            "embed": torch.empty(512, 64), "norm": torch.empty(64), "bias": torch.empty(64),
+            "weight": torch.empty(128, 64, dtype=torch.float8_e4m3fn), "weight_scale": torch.empty(128),
+            "qweight": torch.empty(8, 128, dtype=torch.int32), "g_idx": torch.full((64,), 7, dtype=torch.int32),
+        }.items():  # fmt: skip
+            made.register_parameter(name, torch.nn.Parameter(value, requires_grad=False))
+        randomise(made)
+        return made
+
+    first, second = (dict(model().named_parameters()) for _ in range(2))
+    for name, value in first.items():
+        assert torch.equal(value.view(torch.uint8), second[name].view(torch.uint8)), name
+    assert first["embed"].std().item() == pytest.approx(64**-0.5, rel=0.05)
+    assert first["norm"].mean().item() == pytest.approx(1, abs=0.05)
+    assert first["weight"].float().std().item() == pytest.approx(1, rel=0.1)
+    assert first["weight_scale"].unique().tolist() == pytest.approx([0.04])
+    assert not first["g_idx"].any()
+    assert first["qweight"].unique().numel() > 1000

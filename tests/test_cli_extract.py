@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,16 +24,17 @@ import torch
 import standin
 from spec_vllm_compat import CompatError
 from spec_vllm_compat.cli import extract as module
-from spec_vllm_compat.cli.extract import Options, batches, extract
+from spec_vllm_compat.cli import plan
 from spec_vllm_compat.cli.samples import Sample
 from spec_vllm_compat.cli.verify import Verification
 
 LAYER_IDS = (4, 0, 5)
+Options = SimpleNamespace
 
 
 @pytest.fixture(autouse=True)
 def _no_speculators(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.Job, "_write_config", standin.write_config)
+    monkeypatch.setattr(plan.Plan, "data_config", standin.data_config)
 
 
 @pytest.fixture
@@ -65,7 +67,8 @@ def options(tmp_path: Path, data: Callable[..., Path]) -> Callable[..., Options]
             "batch_size": 4,
             "shard_size": 10,
         }
-        return Options(**{**values, **changed})
+        needed = ["--model-path", "m", "--prepared-data", "d", "--output-dir", "o"]
+        return Options(**{**module.command.make_context("extract", needed).params, **values, **changed})
 
     return make
 
@@ -77,7 +80,7 @@ def run(options: Options, **how: Any) -> tuple[int, list[standin.Generator]]:
         made.append(standin.Generator(kwargs["layer_ids"], **how))
         return made[-1]
 
-    return extract(options, build), made
+    return module.extract(options, build), made
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -125,7 +128,7 @@ def test_flat(options):
 def test_batches_hold_like_lengths_and_every_sample_once():
     rng = random.Random(0)
     samples = [Sample(n, n + 1, [0] * rng.randrange(1, 90), b"") for n in range(95)]
-    made = list(batches(samples, 8, 40))
+    made = list(plan.batches(samples, 8, 40))
     assert sorted(sample.number for batch in made for sample in batch) == list(range(95))
     lengths = [len(sample.input_ids) for batch in made for sample in batch if sample.number < 40]
     assert lengths == sorted(lengths, reverse=True)
@@ -146,7 +149,7 @@ def test_bad_lines_are_named_before_the_model_loads(options, data):
     path = data(3, *wrong)
     never_built: list[Any] = []
     with pytest.raises(CompatError) as caught:
-        extract(options(prepared_data=path), never_built.append)
+        module.extract(options(prepared_data=path), never_built.append)
     text = str(caught.value)
     assert "8 lines are no samples" in text
     for line in range(4, 12):
@@ -263,8 +266,8 @@ def test_samples_of_somebody_else_are_not_gone_on_with(options):
 
 
 def test_the_disk_is_looked_at_first(options, monkeypatch):
-    monkeypatch.setattr(module.shutil, "disk_usage", lambda _path: shutil._ntuple_diskusage(10, 9, 1000))
-    with pytest.raises(CompatError, match=r"expected .* of free disk; found 1\.0 KB"):
+    monkeypatch.setattr(plan.shutil, "disk_usage", lambda _path: shutil._ntuple_diskusage(10, 9, 1000))
+    with pytest.raises(CompatError, match=r"expected .* of free disk; found 1\.00kB"):
         run(options())
 
 

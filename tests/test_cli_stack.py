@@ -150,3 +150,29 @@ def test_run_an_unmodified_script(small_model: Callable[..., Path], tmp_path: Pa
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("rows [(3, 128), (3, 128)]") == 1
+
+
+@pytest.mark.parametrize("quantisation", [None, {"quant_method": "no_such_method"}], ids=["plain", "quantised"])
+def test_preflight_without_transformers(tmp_path: Path, quantisation: dict[str, str] | None) -> None:
+    """An architecture that vLLM alone knows; and a quantisation that it does not."""
+    config = {
+        "architectures": ["AquilaForCausalLM"], "model_type": "llama", "num_hidden_layers": 8, "hidden_size": 256,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 512, "vocab_size": 4000,
+        "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+    }  # fmt: skip
+    if quantisation:
+        config |= {"architectures": ["LlamaForCausalLM"], "quantization_config": quantisation}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    done = subprocess.run(
+        [*COMMAND, "preflight", "config.json", "--layer-ids", "2", "4", "7"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=900, check=False,
+    )  # fmt: skip
+    print(done.stdout)
+    if quantisation:
+        assert done.returncode == 1
+        assert "compared   with Transformers in float32" in done.stdout
+        assert "without its quantisation it works; a small copy with no_such_method: " in done.stdout
+    else:
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert "compared   batches with one sequence at a time" in done.stdout
+        assert "compared   with log-probabilities of unpatched vLLM" in done.stdout

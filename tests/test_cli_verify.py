@@ -15,7 +15,8 @@ pytest.importorskip("torch")
 import torch
 
 import standin
-from spec_vllm_compat.cli.verify import Verification, string_order, string_order_batch
+from spec_vllm_compat.cli.faults import string_order, string_order_by_lengths
+from spec_vllm_compat.cli.verify import Verification
 
 LAYER_IDS = [1, 3, 5]
 Samples = list[tuple[list[int], list[int]]]
@@ -130,7 +131,7 @@ def test_string_order_of_equal_lengths_needs_the_data(samples, directory, tmp_pa
     assert not check(out).problems
     found = check(out, path).problems
     assert "in batches of 20" in found["fault: string order"].text
-    assert "data_2 holds line 11" in found["fault: string order"].text
+    assert "data_2 holds line 11" in found["fault: string order"].where
 
 
 def test_ten_sequences_a_call_are_in_order(samples, directory):
@@ -207,7 +208,7 @@ def test_wrong_masks_are_seen_with_the_data(samples, directory, prepared):
 
 def test_string_order_is_that_of_strings():
     assert [string_order(12, 12, place) for place in range(12)] == [0, 1, 10, 11, 2, 3, 4, 5, 6, 7, 8, 9]
-    assert string_order_batch([(number, 5, 5) for number in range(30)]) is None
+    assert string_order_by_lengths([(number, 5, 5) for number in range(30)]) is None
 
 
 def test_exit_status_and_json(samples, directory, capsys):

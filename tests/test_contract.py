@@ -96,5 +96,5 @@ def test_every_patch_set_that_leans_on_vllm_is_there() -> None:
     named = {lean.patch_set for lean in LEANS}
     every = {patch_set.record.id for patch_set in PATCH_SETS}
     assert named <= every
-    on_others = {"aux_hidden_states", "memory_query", "result_order", "transformers_5"}
+    on_others = {"aux_hidden_states", "device_name", "memory_query", "result_order", "transformers_5"}
     assert every - named == on_others

@@ -334,3 +334,28 @@ def test_a_layout_call_that_we_do_not_know_stops_the_entry_point(tmp_path: Path)
     site = fakes.environment(tmp_path, vllm="0.99.0", code=fakes.VLLM.replace("    def collective_rpc(", executor))
     done = fakes.run(site, IMPORT + "module.VllmHiddenStatesGenerator()")
     assert "patch set 'kv_cache_layout' cannot be applied" in done.stderr.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize(("available", "expected"), [(False, "NO ACCELERATOR"), (True, "H200")])
+def test_the_name_of_a_device_that_is_not_there(tmp_path: Path, available: bool, expected: str) -> None:
+    site = fakes.environment(tmp_path, speculators="0.4.0")
+    add(site, "speculators/utils/util.py", "def get_device_name(index): return 'H200'\n")
+    writer = "from speculators.utils.util import get_device_name\ndef name(): return get_device_name(0)\n"
+    add(site, "speculators/data_generation/config_generator.py", writer)
+    accelerator = f"\nclass accelerator:\n    is_available = staticmethod(lambda: {available})\n"
+    (site / "torch" / "__init__.py").write_text(fakes.TORCH + accelerator)
+    script = (
+        IMPORT
+        + """
+assert "device_name" in applied
+from speculators.data_generation import config_generator
+print(config_generator.name())
+spec_vllm_compat.uninstall()
+print(config_generator.name(), config_generator.get_device_name is sys.modules["speculators.utils.util"].get_device_name)
+"""
+    )
+    assert ok(site, "import sys\n" + script).splitlines() == [expected, "H200 True"]
+
+
+def test_no_name_of_a_device_is_asked_for(tmp_path: Path) -> None:
+    ok(fakes.environment(tmp_path), IMPORT + "assert 'device_name' not in applied")

@@ -407,6 +407,33 @@ LEANS: tuple[Lean, ...] = (
         "the number of layers is unknown",
     ),
     Lean(
+        "cpu_rotary_embedding",
+        f"{_CONFIG}:CompilationConfig.custom_ops",
+        "generator, VllmConfig(...)",
+        "DeepSeek's queries are rotated wrongly on CPU",
+    ),
+    Lean(
+        "cpu_rotary_embedding",
+        "vllm._custom_ops:rotary_embedding",
+        "generator, VllmConfig(...)",
+        "the operator cannot be tried",
+        passes=("positions", "query", "key", "head_size", "cos_sin_cache", "is_neox"),
+    ),
+    Lean(
+        "remote_code",
+        "vllm.transformers_utils.config:get_config",
+        "generator, AutoConfig.from_pretrained(...)",
+        "a configuration class that only vLLM has cannot be read",
+        passes=("model", "trust_remote_code"),
+    ),
+    Lean(
+        "remote_code",
+        "vllm.transformers_utils.config:get_hf_text_config",
+        "generator, config.num_hidden_layers",
+        "the number of layers is unknown",
+        passes=("config",),
+    ),
+    Lean(
         "lifecycle",
         f"{_CONFIG}:ModelConfig.get_vocab_size",
         "generator, generate()",

@@ -144,6 +144,7 @@ class Step:
         token_ids: whether the model was given token ids (and not embeddings).
         positions: whether it was given one position a token.
         inline: the captured rows themselves, where they are not in the driver's memory; rank 0 only.
+        samples: in the first step, some values of what each captured layer returned, for a comparison of the ranks.
     """
 
     chunks: tuple[Chunk, ...] = ()
@@ -151,3 +152,4 @@ class Step:
     token_ids: bool = False
     positions: bool = False
     inline: Inline | None = None
+    samples: tuple[float, ...] = ()

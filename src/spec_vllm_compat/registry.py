@@ -123,17 +123,20 @@ def report() -> Report:
         The state of this process now. ``print(report())`` gives the text for a bug report. Patch sets are decided when
         speculators' generator is imported; before that the list is empty.
     """
-    from spec_vllm_compat import support
+    from spec_vllm_compat import remote_code, support
     from spec_vllm_compat.reports import Report
     from spec_vllm_compat.versions import detect
 
     versions = detect()
+    session = sys.modules.get("spec_vllm_compat.driver.session")
     return Report(
         active=_state.active,
         versions=tuple(versions),
         tested=support.is_tested(versions),
         patches=tuple(_state.patches),
         failure=_state.failure,
+        remote_code=remote_code.sentence(),
+        generators=tuple(session.sentences()) if session is not None else (),
     )
 
 

@@ -52,6 +52,8 @@ class Report:
         tested: whether this pair of vLLM and speculators has been tested.
         patches: one entry a patch set, in order; empty until speculators' generator has been imported.
         failure: why the generator refuses to start, or None.
+        remote_code: whether code that comes with a checkpoint may run, and who says so.
+        generators: for each living generator its model, the module list of decoder layers, the layers, what a row is.
     """
 
     active: bool
@@ -59,6 +61,8 @@ class Report:
     tested: bool
     patches: tuple[PatchReport, ...]
     failure: CompatError | None
+    remote_code: str = ""
+    generators: tuple[str, ...] = ()
 
     @property
     def applied(self) -> tuple[str, ...]:
@@ -75,5 +79,7 @@ class Report:
             lines.append("patch sets: decided when speculators' generator is imported")
         for patch in self.patches:
             lines.append(f"  [{'x' if patch.applied else ' '}] {patch.sentence()}")
+        lines += [self.remote_code] if self.remote_code else []
+        lines += [f"generator of {generator}" for generator in self.generators]
         lines.append(f"layer ids: {MEANING} (`spec_vllm_compat.layer_numbering(layer_ids)` states both)")
         return "\n".join(lines)

@@ -15,6 +15,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -110,14 +111,15 @@ class Members:
 
 @dataclass(frozen=True)
 class Name:
-    """``make(target)`` gives the new value of a module-level name."""
+    """``make(target)`` gives the new value of a module-level name; ``module`` is another one than the generator's."""
 
     name: str
     make: Callable[[Target], Any]
+    module: str | None = None
 
     @property
     def symbols(self) -> list[str]:
-        return [self.name]
+        return [self.name if self.module is None else f"{self.module}.{self.name}"]
 
 
 @dataclass(frozen=True)
@@ -181,6 +183,9 @@ class Installation:
         for patch_set in selected:
             for change in patch_set.changes(self._target):
                 self._claim(patch_set.record.id, change)
+                if isinstance(change, Name) and change.module is not None:
+                    self._set(import_module(change.module), change.name, change.make(self._target))
+                    continue
                 name = {Keyword: "callee", Members: "cls", Name: "name", Wrap: "method"}[type(change)]
                 prefix = "." if isinstance(change, Wrap) else ""
                 by_name[prefix + getattr(change, name)].append((patch_set.record.id, change))

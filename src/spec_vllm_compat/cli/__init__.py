@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from typing import Any
 
 import click
 
 from spec_vllm_compat._version import __version__
 from spec_vllm_compat.errors import CompatError
 
-_COMMANDS = ("doctor", "preflight", "extract", "verify", "run", "env")
+_COMMANDS = ("doctor", "preflight", "extract", "verify", "convert", "run", "env")
 
 HELP = """Hidden states for EAGLE-3 training with speculators 0.3 and 0.4 on the vLLM that is installed.
 
@@ -24,7 +23,7 @@ From conversations to a trained draft model:
   2. preflight MODEL          a minute: will this model work? A small copy of it goes through the real pipeline.
   3. extract ...              the job; can be killed and started again at any time.
   4. verify DIR               is every sample there, whole and right?
-  5. train                    speculators' own trainer reads DIR as it is.
+  5. train                    speculators' own trainer reads DIR as it is; speculators 0.8 and newer after `convert`.
 
 \b
 Have a script of your own, or speculators' scripts/data_generation_offline.py?
@@ -56,19 +55,13 @@ def cli() -> None:
 def main(args: list[str] | None = None) -> None:
     """Entry point of the command. Exits with 0, 1 or 2."""
     try:
-        outcome: Any = cli.main(args, prog_name="spec-vllm-compat", standalone_mode=False)
-    except click.exceptions.Exit as done:
-        sys.exit(done.exit_code)
+        sys.exit(cli.main(args, prog_name="spec-vllm-compat", standalone_mode=False))
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
     except CompatError as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(1)
-    except (KeyboardInterrupt, click.Abort):
+    except click.Abort:  # Ctrl-C
         click.echo("interrupted", err=True)
         sys.exit(130)
-    if callable(outcome):  # `run`: the user's program starts here, outside of click's own error handling
-        outcome()
-    elif isinstance(outcome, int):
-        sys.exit(outcome)

@@ -116,4 +116,5 @@ def row_errors(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
     """Relative L2 error of every row."""
     if got.shape != want.shape:
         return torch.full((len(want),), float("inf"))
-    return (got.float() - want.float()).norm(dim=-1) / want.float().norm(dim=-1).clamp_min(1e-6)
+    errors = (got.float() - want.float()).norm(dim=-1) / want.float().norm(dim=-1).clamp_min(1e-6)
+    return errors.nan_to_num(nan=float("inf"))

@@ -7,29 +7,26 @@ from typing import Any
 
 import click
 
-MANY = "--layer-ids"
-
 
 class ManyValues(click.Command):
-    """Reads ``--layer-ids 2 30 58 60`` as ``--layer-ids 2 --layer-ids 30 ...``; commas are taken too."""
+    """Reads ``--layer-ids 2 30 58 60`` as ``--layer-ids 2,30,58,60``."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        spread: list[str] = []
-        inside = False
+        joined: list[str] = []
         for argument in args:
-            if argument == MANY:
-                inside = True
-            elif inside and argument.replace(",", "").isdigit():
-                for value in argument.split(","):
-                    spread += [MANY, value]
-            elif argument.startswith(f"{MANY}="):
-                for value in argument.removeprefix(f"{MANY}=").split(","):
-                    spread += [MANY, value]
+            if joined[-2:-1] == ["--layer-ids"] and argument.isdigit():
+                joined[-1] += f",{argument}"
             else:
-                inside = False
-                spread.append(argument)
-        return super().parse_args(ctx, spread)
+                joined.append(argument)
+        return super().parse_args(ctx, joined)
+
+
+def _layers(_ctx: click.Context, _param: click.Parameter, value: str) -> tuple[int, ...]:
+    try:
+        return tuple(map(int, value.split(","))) if value else ()
+    except ValueError:
+        raise click.BadParameter(f"expected layer numbers; found {value!r}") from None
 
 
 def layer_ids_option(text: str) -> Callable[[Any], Any]:
-    return click.option(MANY, "layer_ids", multiple=True, type=int, metavar="K K K ...", help=text)
+    return click.option("--layer-ids", default="", metavar="K K K ...", callback=_layers, show_default=False, help=text)

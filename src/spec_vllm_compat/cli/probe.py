@@ -12,45 +12,35 @@ from pathlib import Path
 from typing import Any
 
 
+def _generator() -> dict[str, Any]:
+    import spec_vllm_compat  # noqa: I001 - before speculators
+    from speculators.data_generation import vllm_hidden_states_generator as module
+
+    state = spec_vllm_compat.report()
+    return {
+        "patches": [[patch.record.id, patch.applied, patch.sentence(), patch.disagree] for patch in state.patches],
+        "failure": str(state.failure) if state.failure else None,
+        "file": module.__file__,
+    }
+
+
 def _torch() -> dict[str, Any]:
     import torch
 
-    seen: dict[str, Any] = {"version": torch.__version__, "cuda_build": torch.version.cuda, "devices": []}
-    if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
-            free, total = torch.cuda.mem_get_info(index)
-            seen["devices"].append([torch.cuda.get_device_name(index), free, total])
-    return seen
+    indices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
+    devices = [[torch.cuda.get_device_name(index), *torch.cuda.mem_get_info(index)] for index in indices]
+    return {"version": torch.__version__, "cuda_build": torch.version.cuda, "devices": devices}
 
 
 def _vllm() -> dict[str, Any]:
     import vllm.envs
     from vllm.platforms import current_platform
 
-    return {
-        "platform": type(current_platform).__name__,
-        "device": current_platform.device_type,
-        "v2_runner": bool(getattr(vllm.envs, "VLLM_USE_V2_MODEL_RUNNER", False)),
-    }
+    v2_runner = bool(getattr(vllm.envs, "VLLM_USE_V2_MODEL_RUNNER", False))
+    return {"device": current_platform.device_type, "v2_runner": v2_runner}
 
 
-def _generator() -> dict[str, Any]:
-    import spec_vllm_compat  # noqa: F401, I001 - before speculators
-    from speculators.data_generation import vllm_hidden_states_generator as module
-    from spec_vllm_compat import report
-    from spec_vllm_compat.registry import _state
-
-    state = report()
-    return {
-        "patches": [[patch.record.id, patch.applied, patch.sentence(), patch.disagree] for patch in state.patches],
-        "failure": str(state.failure) if state.failure else None,
-        "hooked": _state.installation is not None,
-        "file": module.__file__,
-        "text": str(state),
-    }
-
-
-def look(output: Path) -> None:
+if __name__ == "__main__":
     seen: dict[str, Any] = {"early": [name for name in ("speculators", "vllm", "torch") if name in sys.modules]}
     # The generator first: torch.cuda and the platform are then seen as the generator's process sees them.
     for name, step in (("generator", _generator), ("torch", _torch), ("vllm", _vllm)):
@@ -59,8 +49,4 @@ def look(output: Path) -> None:
         except BaseException as error:  # noqa: BLE001 - whatever a broken environment raises is the finding
             last = traceback.extract_tb(error.__traceback__)[-1]
             seen[name] = {"error": f"{type(error).__name__}: {error}", "at": f"{last.filename}:{last.lineno}"}
-        output.write_text(json.dumps(seen))
-
-
-if __name__ == "__main__":
-    look(Path(sys.argv[1]))
+        Path(sys.argv[1]).write_text(json.dumps(seen))

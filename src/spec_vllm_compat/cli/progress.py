@@ -1,68 +1,54 @@
-"""Progress of a long job: a bar on a terminal, plain lines elsewhere."""
+"""Progress of long jobs: tqdm's bar on a terminal, a plain line every ten seconds elsewhere."""
 
 from __future__ import annotations
 
 import sys
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from typing import Any
 
-INTERVAL = 10.0  # seconds between plain lines
+from tqdm import tqdm
+
+clock = tqdm.format_interval  # seconds as [h:]mm:ss
 
 
 def human(size: float) -> str:
-    for unit in ("B", "KB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.2f} TB"
+    return str(tqdm.format_sizeof(size, "B"))
 
 
-def clock(seconds: float) -> str:
-    minutes, seconds = divmod(int(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
+class Bar(tqdm):
+    """tqdm, whose lines end off a terminal."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pause = 0.2 if sys.stderr.isatty() else 10
+        super().__init__(*args, miniters=1, mininterval=pause, dynamic_ncols=True, disable=False, **kwargs)
+
+    @staticmethod
+    def status_printer(file: Any) -> Callable[[str], None]:
+        if file.isatty():
+            printer: Callable[[str], None] = tqdm.status_printer(file)
+            return printer
+        return lambda text: print(text, file=file, flush=True)
 
 
-@dataclass
-class Progress:
-    """Counts what is done. ``total`` and ``total_tokens`` are what this run has to do."""
+class Progress(Bar):
+    """Of an extraction: counts tokens, because samples differ in length, and beside them samples and bytes."""
 
-    total: int
-    total_tokens: int
-    done: int = 0
-    failed: int = 0
-    tokens: int = 0
-    bytes: int = 0
-    started: float = field(default_factory=time.monotonic)
-    _said: float = 0.0
+    def __init__(self, tokens: int, samples: int) -> None:
+        self.samples, self.done, self.failed, self.bytes = samples, 0, 0, 0
+        bar = "{bar:20} " if sys.stderr.isatty() else ""
+        shape = "{percentage:3.0f}% " + bar + "{desc} | {rate_noinv_fmt} | left {remaining}"
+        super().__init__(desc=self._counts(), total=tokens, unit=" tokens", unit_scale=True, bar_format=shape)
+
+    def _counts(self) -> str:
+        failed = f", {self.failed:,} failed" if self.failed else ""
+        return f"{self.done:,} of {self.samples:,} samples{failed}, {human(self.bytes)}"
+
+    def add(self, *, tokens: int = 0, done: int = 0, failed: int = 0, size: int = 0) -> None:
+        self.done, self.failed, self.bytes = self.done + done, self.failed + failed, self.bytes + size
+        self.desc = self._counts()
+        self.update(tokens)
 
     @property
     def seconds(self) -> float:
-        return max(time.monotonic() - self.started, 1e-9)
-
-    def add(self, *, done: int = 0, failed: int = 0, tokens: int = 0, size: int = 0) -> None:
-        self.done += done
-        self.failed += failed
-        self.tokens += tokens
-        self.bytes += size
-
-    def line(self) -> str:
-        rate = self.tokens / self.seconds
-        left = clock((self.total_tokens - self.tokens) / rate) if rate else "?"
-        return (
-            f"{self.done + self.failed:,}/{self.total:,} samples | ok {self.done:,} failed {self.failed:,} | "
-            f"{rate:,.0f} tokens/s | {human(self.bytes)} written | left {left}"
-        )
-
-    def show(self, *, last: bool = False) -> None:
-        """Say how far it is; on a terminal over the last line, elsewhere at most every ten seconds."""
-        now = time.monotonic()
-        if sys.stderr.isatty():
-            width = 20
-            full = int(width * (self.done + self.failed) / max(self.total, 1))
-            sys.stderr.write(f"\r\x1b[K[{'#' * full}{'.' * (width - full)}] {self.line()}" + ("\n" if last else ""))
-        elif last or now - self._said >= INTERVAL:
-            sys.stderr.write(self.line() + "\n")
-        else:
-            return
-        self._said = now
-        sys.stderr.flush()
+        return max(time.time() - float(self.start_t), 1e-9)

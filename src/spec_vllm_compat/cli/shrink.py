@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 from spec_vllm_compat.cli.target import text_part
+from spec_vllm_compat.errors import CompatError
 
 VOCABULARY = 512
 HEADS = 4
@@ -27,7 +28,14 @@ _AT_MOST = {
     "first_k_dense_replace": 1,
     "sliding_window": 128,
     "num_nextn_predict_layers": 0,
+    "num_kv_shared_layers": 0,
+    "moe_topk": 2,
+    "expert_ffn_hidden_size": 128,
+    "ffn_hidden_size": 512,
 }
+
+#: Older names of the sizes that are made small.
+_NAMES = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
 
 
 def shrink(config: dict[str, Any], *, keep_vocabulary: bool) -> dict[str, Any]:
@@ -36,28 +44,44 @@ def shrink(config: dict[str, Any], *, keep_vocabulary: bool) -> dict[str, Any]:
     Args:
         config: a full ``config.json``.
         keep_vocabulary: the model's own tokenizer will be used, so token ids stay as they are.
+
+    Raises:
+        CompatError: a model without attention heads.
     """
     small = copy.deepcopy(config)
     text = text_part(small)
-    old_hidden = text["hidden_size"]
-    layers = _layers(text)
-    for name in ("layer_types", "no_rope_layers"):
-        if isinstance(text.get(name), list):
-            text[name] = text[name][:layers]
-    text["num_hidden_layers"] = layers
+    for new, old in _NAMES.items():
+        if new not in text and old in text:
+            text[new] = text.pop(old)
+    old_hidden, old_layers = text["hidden_size"], int(text["num_hidden_layers"])
+    layers = _fewer_layers(text, old_layers)
     if "max_window_layers" in text:
         text["max_window_layers"] = min(text["max_window_layers"], layers)
     for name, most in _AT_MOST.items():
         if isinstance(text.get(name), int):
             text[name] = min(text[name], most)
     _heads(text)
-    text["intermediate_size"] = 2 * text["hidden_size"]
+    wide = 2 * text["hidden_size"]
+    text["intermediate_size"] = [wide] * layers if isinstance(text.get("intermediate_size"), list) else wide
     if "initializer_range" in text:
         text["initializer_range"] = 0.08  # so that layers and positions differ by more than rounding
     if not keep_vocabulary:
         _vocabulary(small, text)
     _vision(small, old_hidden, text["hidden_size"])
     return small
+
+
+def _fewer_layers(text: dict[str, Any], old: int) -> int:
+    layers = _layers(text)
+    for name, value in text.items():
+        if isinstance(value, list) and len(value) == old:  # one entry a layer
+            text[name] = value[:layers]
+        elif isinstance(value, list) and name in ("attn_layer_indices", "mlp_only_layers"):  # numbers of layers
+            text[name] = [layer for layer in value if layer < layers]
+    text["num_hidden_layers"] = layers
+    if "num_layers" in text:  # LongCat: two attention blocks a layer
+        text["num_layers"] = max(1, layers * int(text["num_layers"]) // old)
+    return layers
 
 
 def _layers(text: dict[str, Any]) -> int:
@@ -74,6 +98,11 @@ def _layers(text: dict[str, Any]) -> int:
 
 def _heads(text: dict[str, Any]) -> None:
     """Fewer heads of the same width: kernels know only some widths."""
+    if "num_attention_heads" not in text:
+        raise CompatError(
+            "expected a model with attention heads, whose number can be made smaller; found none in the configuration. "
+            "Try it with --full-config."
+        )
     heads = text["num_attention_heads"]
     width = text.get("head_dim") or text["hidden_size"] // heads
     shared = heads // max(1, text.get("num_key_value_heads") or heads)
@@ -81,6 +110,9 @@ def _heads(text: dict[str, Any]) -> None:
     if "num_key_value_heads" in text:
         text["num_key_value_heads"] = HEADS if shared == 1 else 2
     text["hidden_size"] = HEADS * width
+    if "mamba_n_heads" in text and "mamba_d_ssm" not in text:
+        inner, width = text.get("mamba_expand", 2) * text["hidden_size"], text.get("mamba_d_head")
+        text["mamba_n_heads"] = inner // width if isinstance(width, int) else 2 * HEADS
 
 
 def _vocabulary(config: dict[str, Any], text: dict[str, Any]) -> None:

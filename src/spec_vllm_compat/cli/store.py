@@ -12,35 +12,27 @@ The trainer takes every file below DIR whose name ends in ``pt`` for a sample, s
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from spec_vllm_compat.errors import CompatError
 
 _NAME = re.compile(r"^data_(\d+)\.pt$")
+Problem = tuple[str, str]  # kind and sentence
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Where sample N lies: ``rows_A-B/data_N.pt`` with A <= N < B, or flat when ``shard_size`` is 0."""
-
-    root: Path
-    shard_size: int
-
-    def path(self, number: int) -> Path:
-        if not self.shard_size:
-            return self.root / f"data_{number}.pt"
-        first = number - number % self.shard_size
-        return self.root / f"rows_{first}-{first + self.shard_size}" / f"data_{number}.pt"
+def sample_path(root: Path, shard_size: int, number: int) -> Path:
+    """``rows_A-B/data_N.pt`` with A <= N < B, or flat when ``shard_size`` is 0."""
+    if not shard_size:
+        return root / f"data_{number}.pt"
+    first = number - number % shard_size
+    return root / f"rows_{first}-{first + shard_size}" / f"data_{number}.pt"
 
 
 def find_samples(root: Path) -> tuple[dict[int, list[Path]], list[Path]]:
@@ -56,26 +48,39 @@ def find_samples(root: Path) -> tuple[dict[int, list[Path]], list[Path]]:
     return dict(sorted(samples.items())), strays
 
 
-def write_sample(path: Path, sample: dict[Any, Any]) -> int:
-    """Write a sample so that a kill or a power cut at any moment leaves the old state or the new one. Returns bytes."""
+def part_of(path: Path) -> Path:
+    """Where a file is written before it is whole."""
+    return path.with_name(f".{path.name}.part")
+
+
+def publish(path: Path, write: Callable[[Path], Any]) -> int:
+    """Write a file so that a kill or a power cut at any moment leaves the old state or the new one. Returns bytes."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.part")
+    return _replace(path, part_of(path), write)
+
+
+def _replace(path: Path, part: Path, write: Callable[[Path], Any]) -> int:
     try:
-        torch.save(sample, part)
-        _sync(part)
-        size = part.stat().st_size
+        write(part)
+        with part.open("rb") as written:
+            os.fsync(written.fileno())
         os.replace(part, path)
-    except BaseException:
+    finally:
         part.unlink(missing_ok=True)
-        raise
-    return size
+    return path.stat().st_size
+
+
+def write_sample(path: Path, sample: dict[Any, Any]) -> int:
+    """Write a sample for ``torch.load``; returns bytes."""
+    import torch
+
+    return publish(path, lambda part: torch.save(sample, part))
 
 
 def write_json(path: Path, value: Any) -> None:
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    part.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    _sync(part)
-    os.replace(part, path)
+    text = json.dumps(value, indent=1) + "\n"
+    part = part_of(path).with_suffix(f".{os.getpid()}")  # shards side by side write some files at the same time
+    _replace(path, part, lambda part: part.write_text(text, encoding="utf-8"))
 
 
 def read_json(path: Path) -> Any:
@@ -88,131 +93,116 @@ def read_json(path: Path) -> Any:
         raise CompatError(f"{path}: expected JSON; found {error}. Move the file away and start again.") from None
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def remove_parts(layout: Layout, numbers: Sequence[int]) -> None:
-    """Remove what a killed run left half written."""
-    folders = {layout.path(number).parent for number in numbers}
-    ours = {f".{layout.path(number).name}.part" for number in numbers}
-    for folder in folders:
-        for part in folder.glob(".data_*.part"):
-            if part.name in ours:
-                part.unlink(missing_ok=True)
-
-
-def link_lengths(layout: Layout, folder: Path) -> None:
-    """The trainer of speculators 0.4 looks for ``sample_lengths.json`` beside the first sample it happens to list."""
-    link = folder / "sample_lengths.json"
-    if folder == layout.root or link.exists():
-        return
-    with contextlib.suppress(FileExistsError):
+def link_lengths(root: Path, folder: Path) -> None:
+    """The trainer of speculators 0.4 looks for ``sample_lengths.json`` beside the sample that it happens to list first."""
+    folder.mkdir(exist_ok=True)
+    if folder != root:
         try:
-            link.symlink_to("../sample_lengths.json")
+            (folder / "sample_lengths.json").symlink_to("../sample_lengths.json")
         except FileExistsError:
-            raise
+            pass
         except OSError:  # a file system without links
-            write_json(link, read_json(layout.root / "sample_lengths.json"))
+            shutil.copy(root / "sample_lengths.json", folder)
 
 
-@contextlib.contextmanager
+@contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold an advisory lock for the block; it ends with the process, however that ends.
+    """Hold a lock for the block; it ends with the process, however that ends.
 
     Raises:
         CompatError: another process holds it.
     """
-    with path.open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise CompatError(
-                f"another extract is writing this part of {path.parent}. Wait for it, or give each a --shard-index."
-            ) from None
-        except OSError:  # a network file system without locks
-            pass
-        yield
+    from filelock import FileLock, Timeout
+
+    try:
+        with FileLock(path, timeout=0):
+            yield
+    except Timeout:
+        raise CompatError(
+            f"another extract is writing this part of {path.parent}. Wait for it, or give each a --shard-index."
+        ) from None
 
 
-@dataclass(frozen=True)
-class Expected:
-    """What a sample must be; None where nothing is known."""
+def check_sample(
+    path: Path,
+    *,
+    values: bool = False,
+    input_ids: Sequence[int] | None = None,
+    loss_mask: Sequence[int] | None = None,
+    layers: int | None = None,
+    hidden_size: int | None = None,
+    dtype: str | None = None,
+) -> tuple[list[Problem], dict[str, Any] | None]:
+    """What is wrong with one file, and the sample if it is one. What is None is not known; ``values`` reads the rows."""
+    import torch
 
-    input_ids: Sequence[int] | None = None
-    loss_mask: Sequence[int] | None = None
-    layers: int | None = None
-    hidden_size: int | None = None
-    dtype: str | None = None
-
-
-@dataclass(frozen=True)
-class Checked:
-    """A sample as found. ``problems`` is a list of (kind, sentence)."""
-
-    problems: list[tuple[str, str]]
-    sample: dict[str, Any] | None = None
-
-
-def check_sample(path: Path, expected: Expected, *, values: bool) -> Checked:  # noqa: PLR0912
-    """Look at one file; ``values`` reads every row too, else only ids, mask and shapes are read."""
     try:
         sample = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # noqa: BLE001 - torch raises many types for a damaged file
-        return Checked([("unreadable", f"cannot be read ({type(error).__name__}: {str(error).splitlines()[0]:.80})")])
-    problems: list[tuple[str, str]] = []
+        return [("unreadable", f"cannot be read ({type(error).__name__}: {str(error).splitlines()[0]:.80})")], None
+    problem = _format(sample)
+    if problem:
+        return [("format", problem)], None
+    ids, mask, states = sample["input_ids"], sample["loss_mask"], sample["hidden_states"]
+    rows, widths = {len(state) for state in states}, {state.shape[1] for state in states}
+    dtypes = {str(state.dtype).removeprefix("torch.") for state in states}
+    checks = (
+        ("mask", len(mask) != len(ids), f"loss_mask of {len(mask)} for {len(ids)} tokens"),
+        ("mask", len(mask) == len(ids) and loss_mask is not None and mask.tolist() != list(loss_mask),
+         "loss_mask is not that of the prepared data"),
+        ("ids", input_ids is not None and ids.tolist() != list(input_ids),
+         "input_ids are not those of the prepared data"),
+        ("layers", layers is not None and len(states) != layers, f"{len(states)} layers, {layers} asked for"),
+        ("rows", rows != {len(ids)}, f"{min(rows)} rows for {len(ids)} tokens"),
+        ("width", len(widths) > 1 or widths != {hidden_size or min(widths)},
+         f"rows of width {sorted(widths)}, expected {hidden_size or 'one width'}"),
+        ("dtype", len(dtypes) > 1 or dtypes != {dtype or min(dtypes)},
+         f"rows of {sorted(dtypes)}, expected {dtype or 'one dtype'}"),
+    )  # fmt: skip
+    problems = [(kind, text) for kind, wrong, text in checks if wrong]
+    return problems + (_values(states) if values else []), sample
+
+
+def sound_sample(path: Path, **expected: Any) -> dict[str, Any]:
+    """The sample, or CompatError with the first thing that :func:`check_sample` finds wrong."""
+    problems, sample = check_sample(path, **expected)
+    if problems or sample is None:
+        raise CompatError(f"{path}: {problems[0][1]}. `spec-vllm-compat verify` on the folder says more.")
+    return sample
+
+
+def _format(sample: Any) -> str | None:
+    import torch
+
+    def integers(value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and value.dim() == 1 and not value.is_floating_point()
+
     if not isinstance(sample, dict) or not {"input_ids", "hidden_states", "loss_mask"} <= set(sample):
         keys = sorted(map(str, sample)) if isinstance(sample, dict) else type(sample).__name__
-        return Checked([("format", f"expected input_ids, hidden_states, loss_mask; found {keys}")])
-    ids, mask, states = sample["input_ids"], sample["loss_mask"], sample["hidden_states"]
-    if not _is_vector(ids) or not len(ids):
-        return Checked([("format", "input_ids is not a 1-dimensional integer tensor with at least one token")])
+        return f"expected input_ids, hidden_states, loss_mask; found {keys}"
+    if not integers(sample["input_ids"]) or not len(sample["input_ids"]):
+        return "input_ids is not a 1-dimensional integer tensor with at least one token"
+    states = sample["hidden_states"]
     if (
         not isinstance(states, list)
         or not states
         or not all(isinstance(s, torch.Tensor) and s.dim() == 2 for s in states)
     ):
-        return Checked([("format", "hidden_states is not a list of 2-dimensional tensors")])
-    if not _is_vector(mask):
-        problems.append(("format", f"loss_mask is {type(mask).__name__}, not a 1-dimensional integer tensor"))
-    elif len(mask) != len(ids):
-        problems.append(("mask", f"loss_mask of {len(mask)} for {len(ids)} tokens"))
-    elif expected.loss_mask is not None and mask.tolist() != list(expected.loss_mask):
-        problems.append(("mask", "loss_mask is not that of the prepared data"))
-    if expected.input_ids is not None and ids.tolist() != list(expected.input_ids):
-        problems.append(("ids", "input_ids are not those of the prepared data"))
-    if expected.layers is not None and len(states) != expected.layers:
-        problems.append(("layers", f"{len(states)} layers, {expected.layers} asked for"))
-    short = [len(rows) for rows in states if len(rows) != len(ids)]
-    if short:
-        problems.append(("rows", f"{short[0]} rows for {len(ids)} tokens"))
-    widths, dtypes = {rows.shape[1] for rows in states}, {str(rows.dtype).removeprefix("torch.") for rows in states}
-    if len(widths) > 1 or (expected.hidden_size is not None and widths != {expected.hidden_size}):
-        problems.append(("width", f"rows of width {sorted(widths)}, expected {expected.hidden_size or 'one width'}"))
-    if len(dtypes) > 1 or (expected.dtype is not None and dtypes != {expected.dtype}):
-        problems.append(("dtype", f"rows of {sorted(dtypes)}, expected {expected.dtype or 'one dtype'}"))
-    if values:
-        problems += _look_at_values(states)
-    return Checked(problems, sample)
+        return "hidden_states is not a list of 2-dimensional tensors"
+    if not integers(sample["loss_mask"]):
+        return f"loss_mask is {type(sample['loss_mask']).__name__}, not a 1-dimensional integer tensor"
+    return None
 
 
-def _look_at_values(states: list[torch.Tensor]) -> list[tuple[str, str]]:
+def _values(states: list[Any]) -> list[Problem]:
+    import torch
+
     for index, rows in enumerate(states):
-        if not rows.numel():
-            continue
-        peaks = torch.linalg.vector_norm(rows, ord=float("inf"), dim=-1)
-        bad = (~torch.isfinite(peaks)).nonzero()
-        if len(bad):
-            return [("finite", f"tensor {index}, row {int(bad[0])} holds NaN or infinite values")]
-        zero = (peaks == 0).nonzero()
-        if len(zero):
-            return [("zero", f"tensor {index}, row {int(zero[0])}: every value is zero")]
+        peaks = torch.linalg.vector_norm(rows, ord=float("inf"), dim=-1) if rows.numel() else rows.new_ones(0)
+        for kind, bad, text in (
+            ("finite", ~torch.isfinite(peaks), " holds NaN or infinite values"),
+            ("zero", peaks == 0, ": every value is zero"),
+        ):
+            if bad.any():
+                return [(kind, f"tensor {index}, row {int(bad.nonzero()[0])}{text}")]
     return []
-
-
-def _is_vector(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() == 1 and not value.is_floating_point()

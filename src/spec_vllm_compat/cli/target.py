@@ -13,16 +13,16 @@ from spec_vllm_compat.errors import CompatError
 
 @dataclass(frozen=True)
 class TargetModel:
-    """Facts that every command needs. ``folder`` is None for a model that is not on this machine yet."""
+    """Facts that every command needs. ``folder`` is None where MODEL is only a configuration."""
 
     path: str
     folder: Path | None
+    config: dict[str, Any]
     num_layers: int
     hidden_size: int
     vocab_size: int
     max_length: int | None
     dtype: str
-    own_code: bool
 
     def layer_ids(self, asked: tuple[int, ...]) -> list[int]:
         """The layers to extract: those asked for, or speculators' own choice.
@@ -49,55 +49,43 @@ class TargetModel:
         return digest.hexdigest()
 
 
-def read_config(path: str) -> tuple[dict[str, Any], Path | None]:
-    """``config.json`` of a folder, a file or a model in the hub's cache; and the folder it lies in.
+def read_target(path: str, *, trust_remote_code: bool = False) -> TargetModel:
+    """The facts of a model: a folder, a ``config.json``, or a model in the hub's cache.
 
     Raises:
-        CompatError: there is none.
+        CompatError: there is none, or it brings its own code and is not trusted.
     """
     place = Path(path).expanduser()
     file = place / "config.json" if place.is_dir() else place
-    if not file.is_file():
-        file = _cached(path)
     try:
+        if not file.is_file():
+            from huggingface_hub import hf_hub_download
+
+            file = Path(hf_hub_download(path, "config.json"))  # asks the hub only where that is allowed
         config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CompatError(f"{path}: expected a config.json; found {type(error).__name__}: {error}") from None
-    return config, file.parent if file.name == "config.json" else None
-
-
-def _cached(path: str) -> Path:
-    try:
-        from huggingface_hub import hf_hub_download
-
-        return Path(hf_hub_download(path, "config.json"))  # from the cache; asks the hub only where that is allowed
-    except Exception as error:  # noqa: BLE001 - whatever the hub says, the model is not there
+    except Exception as error:  # noqa: BLE001 - whatever the hub or the file says, there is no configuration
         raise CompatError(
-            f"{path}: expected a folder with config.json, or a model in the hub's cache; found neither "
-            f"({type(error).__name__})"
+            f"{path}: expected a folder with config.json, a configuration, or a model in the hub's cache; found none "
+            f"({type(error).__name__}: {str(error).splitlines()[0]:.100})"
         ) from None
-
-
-def read_target(path: str) -> TargetModel:
-    """The facts of a model, read from ``config.json`` alone."""
-    config, folder = read_config(path)
+    if "auto_map" in config and not trust_remote_code:
+        raise CompatError(f"{path} brings its own Python code; read it, then pass --trust-remote-code")
     text = text_part(config)
-    missing = [name for name in ("num_hidden_layers", "hidden_size", "vocab_size") if name not in text]
-    if missing:  # a configuration that leaves its type's defaults out
+    if not {"num_hidden_layers", "hidden_size", "vocab_size"} <= set(text):  # it leaves its type's defaults out
         from transformers import AutoConfig
 
-        text = AutoConfig.from_pretrained(path, trust_remote_code=True).get_text_config().to_dict()
+        text = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code).get_text_config().to_dict()
     named = (part.get(name) for part in (text, config) for name in ("dtype", "torch_dtype"))
     dtype = str(next(filter(None, named), "bfloat16"))
     return TargetModel(
         path=path,
-        folder=folder,
+        folder=file.parent if file.name == "config.json" else None,
+        config=config,
         num_layers=text["num_hidden_layers"],
         hidden_size=text["hidden_size"],
         vocab_size=text["vocab_size"],
         max_length=text.get("max_position_embeddings"),
         dtype="bfloat16" if dtype == "float32" else dtype,  # what vLLM's dtype="auto" makes of it
-        own_code="auto_map" in config,
     )
 
 

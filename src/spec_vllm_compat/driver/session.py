@@ -5,9 +5,12 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+
+import numpy as np
 
 from spec_vllm_compat.driver.buffers import BufferPool
 from spec_vllm_compat.driver.call import Call
@@ -17,12 +20,23 @@ from spec_vllm_compat.protocol import ASK, Answer, Capturing, Layout, Step
 logger = logging.getLogger("spec_vllm_compat")
 
 
+#: Sessions of the generators that live in this process, in the order in which they were built.
+_sessions: list[weakref.ref[Session]] = []
+
+
+def sentences() -> list[str]:
+    """What each living generator captures, for the report."""
+    return [said for reference in _sessions if (session := reference()) and (said := session.sentence())]
+
+
 class Session:
     """What one generator asked for and what its workers answered.
 
     Attributes:
+        model: path or name of its model.
         asked: layer ids in the order of the caller, repetitions included.
         capturing: what the workers capture, once they have been told.
+        meaning: which of the tensors that a decoder layer returns make a row, once a call has shown it.
         call: the running ``generate()`` call, or None.
         pool: memory for captured rows.
         shared: whether the capturing worker can map that memory; if not, rows travel in the replies.
@@ -30,13 +44,23 @@ class Session:
     """
 
     def __init__(self) -> None:
+        self.model = ""
         self.asked: tuple[int, ...] = ()
         self.capturing: Capturing | None = None
+        self.meaning: str | None = None
         self.call: Call | None = None
         self.pool = BufferPool()
         self.shared = True
         self._attached: set[int] = set()
         self.broken: str | None = None
+        _sessions.append(weakref.ref(self, _sessions.remove))
+
+    def sentence(self) -> str:
+        """Which layers are captured and what a row is, or an empty string before the workers have said so."""
+        if self.capturing is None:
+            return ""
+        layers = f"{self.model}: layers {self.capturing.container}.K, K = {list(self.asked)}"
+        return f"{layers}; a row is what a layer returns as {self.meaning}" if self.meaning else layers
 
     def ask(self, executor: Any, request: str, *args: Any) -> list[Any]:
         """Ask every rank; values by rank.
@@ -84,6 +108,7 @@ class Session:
         for rank, step in enumerate(steps):
             if step.chunks != first.chunks or step.layer_calls != first.layer_calls:
                 raise ExtractionError(f"rank {rank} ran another batch than rank 0: {step.chunks} and {first.chunks}")
+            _same_on_every_rank(rank, step.samples, first.samples)
         if first.chunks and self.call is None:
             raise ExtractionError("a step was executed outside of generate()")
         if self.call is not None:
@@ -93,7 +118,7 @@ class Session:
         """Wait for the last rows of the running call and prove that all are right."""
         if self.call is None:
             raise ExtractionError("captured states were asked for outside of generate()")
-        self.ask(executor, "finish")
+        self.meaning = self.ask(executor, "finish")[0]
         self.call.complete()
         return self.call
 
@@ -114,6 +139,17 @@ class Session:
                 self.shared = False
                 self.call.without_segment()
         return self.call.layout()
+
+
+def _same_on_every_rank(rank: int, found: Sequence[float], due: Sequence[float]) -> None:
+    """Rows are taken from rank 0: raise unless the others computed the same, but for rounding."""
+    scale = max((abs(value) for value in due if np.isfinite(value)), default=0.0)
+    if len(found) != len(due) or not np.allclose(found, due, rtol=0, atol=0.05 * scale, equal_nan=True):
+        raise ExtractionError(
+            f"expected decoder layers to return the same on every rank; found other values on rank {rank} than on rank 0. Do "
+            "they return a rank's part of a sum, which the next layer completes (DeepSeek-V3.2 in vLLM 0.32 does)? Use "
+            "tensor_parallel_size=1 for this model, or a vLLM whose layers return whole rows."
+        )
 
 
 class _Interrupted(Exception):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from typing import Any
 
@@ -26,6 +27,9 @@ RECORD = Record(
     probed_by="the methods of VllmHiddenStatesGenerator",
     remove_when="never while speculators' in-process generator is supported",
 )
+
+
+logger = logging.getLogger("spec_vllm_compat")
 
 
 class Shutdown(Mixin):
@@ -58,8 +62,9 @@ def _construct(wrapped: Any, generator: Any, args: tuple[Any, ...], kwargs: dict
 
 def _set_up_capture(wrapped: Any, generator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     session = generator.executor.session
-    session.asked = tuple(generator.layer_ids)
+    session.model, session.asked = str(generator.model_path), tuple(generator.layer_ids)
     session.capturing = session.ask(generator.executor, "capture", tuple(sorted(set(session.asked))))[0]
+    logger.info("%s", session.sentence())
     return wrapped(*args, **kwargs)
 
 

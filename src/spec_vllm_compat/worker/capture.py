@@ -9,8 +9,10 @@ from typing import Any
 import torch
 
 from spec_vllm_compat.protocol import Capturing, Chunk, Inline, Layout, Segment, Step
-from spec_vllm_compat.worker.layers import CaptureError, find_decoder_layers, residual_stream
+from spec_vllm_compat.worker.layers import CaptureError, Meaning, Usage, find_decoder_layers, float16_factor, returned
 from spec_vllm_compat.worker.sink import Sink
+
+SAMPLES = 8  # values a layer
 
 
 class Capture:
@@ -41,6 +43,12 @@ class Capture:
         self._handles = [
             layers[layer].register_forward_hook(partial(self._on_layer, index)) for index, layer in enumerate(layer_ids)
         ]
+        self._factors = [float16_factor(layers[layer], config.model_config.dtype) for layer in layer_ids]
+        self._usage = Usage(model, container, layers, lambda: self._rows > 0)
+        self._residuals: dict[int, torch.Tensor] = {}  # of the first step, until it is known whether they are added
+        self._first = True
+        self._samples: list[float] = []
+        self.meaning = Meaning.TENSOR
         self._handles.append(model.register_forward_pre_hook(self._on_model, with_kwargs=True))
         self.sink = sink
         self._copies = _Copies() if sink.cuda else None
@@ -49,6 +57,7 @@ class Capture:
     def remove(self) -> Sink:
         """Take the hooks off; returns the sink for the next capture."""
         self.finish()
+        self._usage.remove()
         for handle in self._handles:
             handle.remove()
         return self.sink
@@ -72,15 +81,43 @@ class Capture:
         if not self._rows:
             return
         self._calls[index] += 1
+        if not (self._keep or self._first):
+            return
+        hidden, residual = returned(output, self._rows)
+        if self._first:
+            self._samples += hidden[0, :SAMPLES].float().tolist()
         if not self._keep:
             return
         if self._buffer is None:
-            sample = output[0] if isinstance(output, tuple) else output
-            shape = (len(self._calls), self._capacity, sample.shape[-1])
-            self._buffer = torch.empty(shape, dtype=sample.dtype, device=sample.device)
+            shape = (len(self._calls), self._capacity, hidden.shape[-1])
+            self._buffer = torch.empty(shape, dtype=hidden.dtype, device=hidden.device)
         if self._copies is not None:
             self._copies.before_buffer_is_written()
-        residual_stream(output, self._buffer[index, : self._rows], self._rows)
+        rows = self._buffer[index, : self._rows]
+        if residual is not None and self._usage.meaning is Meaning.SUM:
+            torch.add(hidden[: self._rows], residual[: self._rows], out=rows)
+        else:
+            rows.copy_(hidden[: self._rows])
+        if residual is not None and self._usage.meaning is None:
+            self._residuals[index] = residual[: self._rows].clone()
+        elif self._factors[index] != 1:
+            rows.mul_(self._factors[index])
+
+    def _settle_meaning(self) -> None:
+        """After the first step: add what was kept, now that the model has shown whether it is to be added."""
+        residuals, self._residuals = self._residuals, {}
+        if residuals:
+            self.meaning = self._usage.settled()
+        self._usage.remove()
+        self._first = False
+        for index, residual in residuals.items():
+            assert self._buffer is not None
+            with torch.inference_mode():  # in which the buffer was made
+                rows = self._buffer[index, : self._rows]
+                if self.meaning is Meaning.SUM:
+                    rows.add_(residual)
+                if self._factors[index] != 1:
+                    rows.mul_(self._factors[index])
 
     def step(self, worker: Any, scheduler_output: Any, layout: Layout | None) -> Step:
         """Execute one scheduler step; its rows go to the driver's memory or into the reply.
@@ -91,8 +128,8 @@ class Capture:
             layout: where rows belong, with the first step of a call; None for the later ones.
 
         Raises:
-            CaptureError: a target layer did not run exactly once, the batch is not the one that was scheduled, or rows are
-                not of the width and dtype that the layout says.
+            CaptureError: a target layer did not run exactly once, the batch is not the one that was scheduled, rows are
+                not of the width and dtype that the layout says, or it is not known which returned tensor is the stream.
         """
         if layout is not None:
             self._layout = layout
@@ -107,19 +144,25 @@ class Capture:
             if not scheduled:
                 return Step()
             chunks = _chunks(_batch_order(self._runner), scheduler_output)
+            require_mla_context_in_place(getattr(self._runner, "execute_model_state", None), chunks)
             if set(self._calls) != {1}:
                 raise CaptureError(
                     f"expected each target layer to run once a step; layers {self.capturing.layer_ids} ran {self._calls} times"
                 )
+            self._settle_meaning()
             return self._collect(chunks)
         finally:
             self._rows = 0
+            self._residuals.clear()
+            self._samples = []
+            self._usage.forget()
             finish_two_phase(worker)
 
     def _collect(self, chunks: tuple[Chunk, ...]) -> Step:
         calls = tuple(self._calls)
+        samples, self._samples = tuple(self._samples), []
         if not self._keep or self._buffer is None or self._layout is None:
-            return Step(chunks, calls)
+            return Step(chunks, calls, samples=samples)
         layout, rows = self._layout, self._buffer[:, : self._rows]
         dtype = str(rows.dtype).removeprefix("torch.")
         if (rows.shape[-1], dtype) != (layout.hidden_size, layout.dtype):
@@ -143,7 +186,7 @@ class Capture:
                     there.copy_(here)
             else:
                 self._copies.copy(pairs)
-        return Step(chunks, calls, token_ids is not None, positions is not None, inline)
+        return Step(chunks, calls, token_ids is not None, positions is not None, inline, samples)
 
     def _input(self, name: str) -> torch.Tensor | None:
         value = self._inputs.get(name)
@@ -233,6 +276,38 @@ def finish_two_phase(worker: Any) -> None:
         runner.kv_connector_output = None
     else:  # model runner V2: counters of computed tokens advance in sample_tokens
         worker.sample_tokens(None)
+
+
+def require_mla_context_in_place(state: Any, chunks: Sequence[Chunk]) -> None:
+    """Refuse a step in which MLA left out the earlier part of a prompt.
+
+    Of the sequences that vLLM does not take as decoding, MLA gives the earlier part of the prompt to the first
+    ``prefill_tokens_with_context`` tokens (vLLM 0.20 to 0.27, mla_attention.py). Model runner V2 sorts a batch by length, so
+    a new prompt can come before the rest of an older one, which is then computed without its beginning: rows off by more
+    than their own norm, seen with 0.23.0. Model runner V1 puts the older ones first.
+
+    Args:
+        state: the pending state of the step, which on model runner V2 keeps the attention metadata.
+        chunks: the step's batch, in order.
+
+    Raises:
+        CaptureError: a sequence's earlier part was left out, or given to one that has none.
+    """
+    metadata = getattr(state, "attn_metadata", None)
+    for layer in metadata.values() if isinstance(metadata, dict) else ():
+        context = getattr(getattr(layer, "prefill", None), "chunked_context", None)
+        tokens = getattr(context, "prefill_tokens_with_context", None)
+        if tokens is None:
+            continue
+        begin = 0
+        for chunk in chunks[layer.num_decodes :]:
+            if (chunk.start > 0) != (begin < tokens):
+                raise CaptureError(
+                    f"expected {chunk.request_id} (tokens {chunk.start} to {chunk.start + chunk.rows}) to attend to "
+                    f"{chunk.start} earlier tokens; this vLLM's MLA on model runner V2 mistakes which prompts of a step have "
+                    "some. Set VLLM_USE_V2_MODEL_RUNNER=0 and build a new generator."
+                )
+            begin += chunk.rows
 
 
 def _unwrapped(runner: Any) -> torch.nn.Module:

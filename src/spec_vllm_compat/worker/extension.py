@@ -85,6 +85,7 @@ def _step(worker: Any, scheduler_output: Any, layout: Layout | None) -> Step:
     return capture.step(worker, scheduler_output, layout)
 
 
-def _finish(worker: Any) -> None:
+def _finish(worker: Any) -> str:
     capture: Capture = worker._spec_vllm_compat
     capture.finish()
+    return capture.meaning.value

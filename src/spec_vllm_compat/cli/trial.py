@@ -1,0 +1,202 @@
+"""One small model and its way through speculators' original entry point."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+from spec_vllm_compat.cli.shrink import VOCABULARY, shrink
+from spec_vllm_compat.cli.target import TargetModel, text_part
+from spec_vllm_compat.errors import CompatError
+
+STEP = 512  # tokens a scheduler step; with speculators' 8192 the split batch would take a CPU minutes
+#: Two batches: lengths mixed in one step, and more tokens than a step takes, so that prompts are split.
+BATCHES = ((1, 90, 7, 120, 33, 2, 64, 15, 5, 48, 21, 3), (500, 480, 511, 300, 390))
+ROUTED = ("num_experts", "n_routed_experts", "num_local_experts")
+
+
+class Trial:
+    """A model of random weights in ``place``. :attr:`lines` says what was seen.
+
+    Args:
+        target: the model that it is made from.
+        place: an empty folder.
+        full: keep the full size.
+        quantized: keep the quantisation.
+        trust_remote_code: let Transformers run the model's own code.
+    """
+
+    def __init__(self, target: TargetModel, place: Path, *, full: bool, quantized: bool, trust_remote_code: bool):
+        self.place, self.full, self.lines = place, full, list[str]()
+        folder = target.folder if target.folder and (target.folder / "tokenizer_config.json").exists() else None
+        self.config = deepcopy(target.config) if full else shrink(target.config, keep_vocabulary=folder is not None)
+        self.quantized = False
+        for part in (self.config, text_part(self.config)):
+            if not quantized:
+                part.pop("quantization_config", None)
+            elif method := part.get("quantization_config"):
+                self.quantized = True
+                if method.get("quant_method") == "gptq":  # else vLLM looks into the checkpoint, and there is none
+                    method.setdefault("modules_in_block_to_quantize", ["proj"])
+        text_part(self.config)["dtype"] = self.config["dtype"] = "bfloat16"
+        place.mkdir(parents=True, exist_ok=True)
+        (place / "config.json").write_text(json.dumps(self.config, indent=1))
+        for file in target.folder.iterdir() if target.folder else ():
+            wanted = file.suffix in (".json", ".txt", ".model", ".jinja", ".py") and "index" not in file.name
+            if file.suffix == ".py" or (folder and wanted and file.name != "config.json"):
+                shutil.copy(file, place)
+        if folder is None:
+            _tokenizer(place, text_part(self.config)["vocab_size"])
+        #: Whether Transformers can judge: it has written the weights.
+        self.known = not full and not quantized and self._written_by_transformers(trust_remote_code)
+
+    def _written_by_transformers(self, trust_remote_code: bool) -> bool:
+        import torch
+        import transformers
+
+        name = self.config["architectures"][0]
+        try:
+            config = transformers.AutoConfig.from_pretrained(self.place, trust_remote_code=trust_remote_code)
+            torch.manual_seed(11)
+            if hasattr(transformers, name):
+                model = getattr(transformers, name)(config)
+            elif "AutoModelForCausalLM" in getattr(config, "auto_map", {}):
+                model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+            else:
+                raise ValueError(f"it has no {name}")
+            model.to(torch.bfloat16).save_pretrained(self.place)
+        except (ValueError, KeyError, AttributeError, ImportError, TypeError) as error:
+            self.lines.append(f"weights    random, made in vLLM: Transformers cannot make them ({_first_line(error)})")
+            (self.place / "config.json").write_text(json.dumps(self.config, indent=1))
+            return False
+        return True
+
+    def run(self, tp_size: int, memory: float) -> None:
+        """Construct, generate, compare. Raises what stops it."""
+        import spec_vllm_compat  # noqa: F401, I001 - before speculators
+        from speculators.data_generation import vllm_hidden_states_generator as module
+
+        text = text_part(self.config)
+        count = text["num_hidden_layers"]
+        layers = sorted({0, count // 2, count - 1}) if self.full else list(range(count))
+        draw = random.Random(1)
+        top = min(text["vocab_size"], VOCABULARY) - 32
+        batches = [[[draw.randrange(3, top) for _ in range(n)] for n in lengths] for lengths in BATCHES]
+        with _trial_settings(module, random_weights=not self.known):
+            generator = module.VllmHiddenStatesGenerator(
+                str(self.place), layer_ids=layers, max_model_len=STEP, tensor_parallel_size=tp_size,
+                gpu_memory_utilization=memory if self.full else min(memory, 0.3),
+            )  # fmt: skip
+        try:
+            results = [sample for batch in batches for sample in generator.generate(batch)]
+            container = generator.executor.session.capturing.container
+            self.lines.append(f"hooks      {container}.K, K = {layers}; {self.config['architectures'][0]}")
+            if self.quantized:
+                self._is_quantized(generator.executor.collective_rpc(_methods)[0])
+            if self.known:
+                self._against_transformers(results, layers)
+            else:
+                self._against_single(generator, results)
+            if not self.known and not self.full and tp_size == 1:  # other shards would be other random weights
+                self._against_log_probabilities(generator, results)
+        finally:
+            generator.executor.shutdown()
+
+    def _is_quantized(self, methods: Sequence[str]) -> None:
+        quantized = [name for name in methods if not name.startswith("Unquantized") and "KVCache" not in name]
+        if not quantized:
+            raise CompatError(f"expected quantised layers in vLLM's model; found {', '.join(methods)} alone")
+        self.lines.append(f"layers     {', '.join(quantized)}")
+
+    def _against_transformers(self, results: Sequence[Any], layers: list[int]) -> None:
+        from spec_vllm_compat.cli.compare import TOLERANCE, compare
+
+        found = compare(str(self.place), results, layers, TOLERANCE)
+        if found.wrong:
+            raise CompatError(f"rows differ from Transformers: {found.wrong[0][1]}; {found.sentence}")
+        self.lines.append(f"compared   with Transformers in float32: {found.sentence}")
+
+    def _against_single(self, generator: Any, results: Sequence[Any]) -> None:
+        import torch
+
+        from spec_vllm_compat.cli.compare import TOLERANCE, row_errors
+
+        own, neighbours = [], []
+        for together in results:
+            (alone,) = generator.generate([together["input_ids"].tolist()])
+            for got, want in zip(together["hidden_states"], alone["hidden_states"], strict=True):
+                own.append(row_errors(got, want))
+                neighbours.append(row_errors(got[1:], want[:-1]))
+        text = self._judge("one at a time", torch.cat(own), torch.cat(neighbours), TOLERANCE)
+        self.lines.append(f"compared   batches with one sequence at a time, relative error: {text}")
+
+    def _against_log_probabilities(self, generator: Any, results: Sequence[Any]) -> None:
+        import torch
+
+        from spec_vllm_compat.cli.logprobs import NATS, differences, of_vllm
+
+        judged = of_vllm(generator, [sample["input_ids"].tolist() for sample in results])
+        own, neighbours = [], []
+        for sample, expected in zip(results, judged, strict=True):
+            rows = sample["hidden_states"][-1][: len(expected)]  # the last row predicts a token that is not there
+            if len(expected) > 1:
+                own.append(differences(generator, rows, expected))
+                neighbours.append(differences(generator, rows.roll(1, dims=0), expected))
+        text = self._judge("vLLM's log-probabilities", torch.cat(own), torch.cat(neighbours), NATS)
+        self.lines.append(f"compared   with log-probabilities of unpatched vLLM, nats: {text}")
+
+    def _judge(self, what: str, own: Any, neighbours: Any, tolerance: float) -> str:
+        """A comparison counts only where it would have seen the rows of neighbours."""
+        far, seen = int((~(own <= tolerance)).sum()), float((neighbours > tolerance).float().mean())
+        text = (
+            f"{len(own):,} rows, {float(own.median()):.2g} (median), {float(own.max()):.2g} (worst), {far} beyond "
+            f"{tolerance}; neighbours' rows would be off by {float(neighbours.median()):.2g}"
+        )
+        if seen < 0.9:
+            raise CompatError(f"{what}: the comparison could not tell right rows from wrong ones: {text}")
+        # Rounding depends on the batch, and so, in a few rows, does the choice of experts.
+        if far > (len(own) // 10 if any(name in text_part(self.config) for name in ROUTED) else 0):
+            raise CompatError(f"rows differ from {what}: {text}")
+        return text
+
+
+def _methods(worker: Any) -> list[str]:
+    """In the worker: how vLLM holds the weights of its layers."""
+    methods = (getattr(module, "quant_method", None) for module in worker.model_runner.model.modules())
+    return sorted({type(method).__name__ for method in methods if method is not None})
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{(str(error).splitlines() or [type(error).__name__])[0]:.80}"
+
+
+def _tokenizer(place: Path, size: int) -> None:
+    """Some tokenizer: speculators loads one and asks it for nothing but its end token."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(min(size, VOCABULARY))}, unk_token="t2"))
+    PreTrainedTokenizerFast(
+        tokenizer_object=words, bos_token="t0", eos_token="t1", pad_token="t1", unk_token="t2"
+    ).save_pretrained(place)
+
+
+@contextmanager
+def _trial_settings(module: Any, *, random_weights: bool) -> Iterator[None]:
+    """Small steps; and, where no weights could be written, our loader: speculators builds ``LoadConfig()``."""
+    step, load = module.MIN_MAX_BATCHED_TOKENS, module.LoadConfig
+    module.MIN_MAX_BATCHED_TOKENS = STEP
+    if random_weights:
+        from spec_vllm_compat.cli.weights import FORMAT, RandomWeights
+
+        module.LoadConfig = lambda: RandomWeights(load_format=FORMAT)
+    try:
+        yield
+    finally:
+        module.MIN_MAX_BATCHED_TOKENS, module.LoadConfig = step, load

@@ -1,0 +1,264 @@
+"""Try architectures one by one: a small seeded random checkpoint, the original generator, every row judged.
+
+    python tools/architectures.py [NAME ...] [--out docs/architectures] [--timeout SECONDS]
+
+Each architecture runs in a process of its own: a checkpoint is built from the architecture's own configuration class, saved,
+loaded through the unmodified ``VllmHiddenStatesGenerator``, and every row of every layer is compared with Transformers'
+for the same checkpoint, in batches of mixed lengths that take several steps. The comparison must also tell the row from
+those of the neighbouring layers and positions. Where rows differ, unpatched vLLM's own prompt log-probabilities judge:
+they are compared with those that follow from the captured last layer, and with Transformers'. One result file an
+architecture and vLLM version; ``tools/render_architectures.py`` makes the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import math
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from architecture_list import ARCHITECTURES, VOCABULARY, Architecture
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "docs" / "architectures"
+LINE = "architecture "
+STEP = 160  # tokens a scheduler step, so that the second batch takes several and splits prompts
+BATCHES = ((1, 90, 7, 30, 2, 20), (200, 5, 130, 180, 61))
+TOP = 20
+
+#: Largest difference of a log-probability in nats, float32 against float32. Rounding is below 1e-4 for most models.
+NATS = 2e-3
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(ARCHITECTURES)}; default: all without a result")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--timeout", type=float, default=300, help="seconds for one architecture")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        return check(ARCHITECTURES[arguments.names[0]])
+    from cell import versions
+
+    about = {key: versions()[key] for key in ("vllm", "speculators", "torch", "transformers", "python", "machine")}
+    names = arguments.names or [name for name in ARCHITECTURES if not result_file(arguments.out, name, about).exists()]
+    status = 0
+    for name in names:
+        result = {
+            "name": name,
+            **about,
+            "architecture": ARCHITECTURES[name].title,
+            **supervise(name, arguments.timeout),
+        }
+        path = result_file(arguments.out, name, about)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        print(f"{name}: {result['state']}; {result['note']} ({result['seconds']} s)", flush=True)
+        status |= result["state"] == "wrong"
+    return status
+
+
+def result_file(folder: Path, name: str, about: dict[str, Any]) -> Path:
+    return folder / f"{name}-vllm-{about['vllm']}-speculators-{about['speculators']}.json"
+
+
+def supervise(name: str, timeout: float) -> dict[str, Any]:
+    """Run one architecture in a child process; a crash or a hang is a result too."""
+    began = time.monotonic()
+    environment = {
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": str(max(os.sched_getaffinity(0))),
+        "HF_HUB_OFFLINE": "1",
+        **os.environ,
+        **ARCHITECTURES[name].environment,
+        "PYTHONDONTWRITEBYTECODE": "",
+    }
+    found: dict[str, Any] = {"state": "not run", "note": ""}
+    with tempfile.TemporaryFile("w+", errors="replace") as stderr:
+        try:
+            done = subprocess.run(
+                [sys.executable, __file__, name, "--child"],
+                stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment, timeout=timeout, check=False,
+            )  # fmt: skip
+            lines = [line for line in done.stdout.splitlines() if line.startswith(LINE)]
+            said, ended = done.stdout, f"exit status {done.returncode}"
+        except subprocess.TimeoutExpired:
+            lines, said, ended = [], "", f"no result within {timeout:.0f} s"
+        stderr.seek(0)
+        tail = [
+            line.strip() for line in (said + stderr.read()).splitlines() if line.strip() and not line.startswith(LINE)
+        ]
+    if lines:
+        found.update(json.loads(lines[-1].removeprefix(LINE)))
+    else:
+        found["note"] = " / ".join([ended, *tail[-3:]])[:600]
+    if "WorkerProc initialization failed" in found["note"]:  # what the worker said is in its log only
+        logged = [re.sub(r"^(\(.*?\)\s*)?(ERROR \S+ \S+ \[\S+\]\s*)?", "", line) for line in tail]
+        errors = [line for line in logged if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)]
+        found["note"] = next((line for line in errors if "WorkerProc" not in line), found["note"])[:600]
+    if found["state"] != "right" and os.environ.get("SHOW"):
+        print(*tail[-80:], sep="\n")
+    day = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")
+    return {**found, "seconds": round(time.monotonic() - began), "date": day}
+
+
+# ---------------------------------------------------------------------------------------------- the child
+
+
+def check(architecture: Architecture) -> int:
+    sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
+    found: dict[str, Any] = {"dtype": architecture.dtype, "device": "cpu", "environment": architecture.environment}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder)
+        try:
+            architecture.build(path)
+        except Exception as error:  # noqa: BLE001 - the installed packages may not know it
+            found.update(state="not run", note=f"no checkpoint: {type(error).__name__}: {error}"[:600])
+        else:
+            found.update(extract(architecture, path))
+    print(LINE + json.dumps(found), flush=True)
+    return 0
+
+
+def batches() -> list[list[list[int]]]:
+    rng = random.Random(5)
+    return [[[rng.randrange(3, VOCABULARY - 16) for _ in range(length)] for length in lengths] for lengths in BATCHES]
+
+
+def extract(architecture: Architecture, path: Path) -> dict[str, Any]:
+    import spec_vllm_compat
+
+    # isort: split
+    from speculators.data_generation import vllm_hidden_states_generator as module
+
+    original, smallest = module.ModelConfig, getattr(module, "MIN_MAX_BATCHED_TOKENS", None)
+    module.ModelConfig = lambda **keywords: original(**{**keywords, "dtype": architecture.dtype})
+    more: dict[str, Any] = {"tensor_parallel_size": architecture.ranks}
+    if architecture.expert_parallel:  # which the generator has no argument for
+        parallel = module.ParallelConfig
+        module.ParallelConfig = lambda **keywords: parallel(**keywords, enable_expert_parallel=True)
+    if smallest is not None:
+        module.MIN_MAX_BATCHED_TOKENS = STEP
+    else:
+        more["max_num_batched_tokens"] = STEP
+    generator = None
+    layers = list(range(architecture.layers))
+    try:
+        generator = module.VllmHiddenStatesGenerator(
+            str(path), layer_ids=layers, max_model_len=256, gpu_memory_utilization=0.3, **more
+        )
+        results = [result for batch in batches() for result in generator.generate(batch)]
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is the outcome
+        text = f"{type(error).__name__}: {error}".split("\nTraceback")[0]
+        ours = isinstance(error, spec_vllm_compat.CompatError)
+        ours &= "worker failed" not in text or "CaptureError" in text  # else it is the model itself that fails
+        return {"state": "refused" if ours else "not run", "note": text[:600]}
+    finally:
+        module.ModelConfig = original
+        if generator is not None:
+            session = generator.executor.session
+            said = {"container": session.capturing.container, "output": session.meaning}
+            generator.executor.shutdown()
+    prompts = [ids for batch in batches() for ids in batch]
+    return {**said, **judge(architecture, path, prompts, results)}
+
+
+def judge(architecture: Architecture, path: Path, prompts: list[list[int]], results: list[Any]) -> dict[str, Any]:
+    from reference import BFLOAT16, FLOAT32, row_error
+
+    tolerance = FLOAT32 if architecture.dtype == "float32" else BFLOAT16
+    worst, blind = 0.0, []
+    reference = architecture.reference(path)
+    rows = 0
+    for ids, result in zip(prompts, results, strict=True):
+        want = reference(ids)
+        assert len(want) == len(result["hidden_states"])
+        for layer, got in enumerate(result["hidden_states"]):
+            assert got.shape == want[layer].shape, f"layer {layer}: {got.shape} and {want[layer].shape}"
+            worst = max(worst, row_error(got, want[layer]))
+            rows += len(got)
+            near = [row_error(got, want[other]) for other in (layer - 1, layer + 1) if 0 <= other < len(want)]
+            near += [row_error(got[1:], want[layer][:-1])] if len(ids) > 1 else []
+            blind += [f"layer {layer}, {len(ids)} tokens"] if min(near, default=1.0) <= tolerance else []
+    found: dict[str, Any] = {"rows": rows, "worst": worst, "tolerance": tolerance}
+    if blind:
+        return {**found, "state": "wrong", "note": f"the check cannot tell neighbours apart: {blind[0]}"}
+    if worst < tolerance:
+        return {**found, "state": "right", "note": f"{rows} rows, worst {worst:.1e}"}
+    return {**found, **second_opinion(path, prompts, results, reference)}
+
+
+#: A fresh interpreter in which nothing of this library is loaded.
+VLLM = """
+import json, os, sys
+from vllm import LLM, SamplingParams
+
+def main():
+    path, dtype, prompts, top, out = json.load(sys.stdin)
+    llm = LLM(path, dtype=dtype, enforce_eager=True, max_model_len=256, max_logprobs=top, trust_remote_code=True)
+    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=top)
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+    assert not any(name.startswith("spec_vllm_compat.seams") for name in sys.modules)
+    rows = [[{k: v.logprob for k, v in (row or {}).items()} for row in o.prompt_logprobs] for o in outputs]
+    with open(out, "w") as file:
+        json.dump(rows, file)
+    llm.llm_engine.engine_core.shutdown()
+    os._exit(0)
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def second_opinion(path: Path, prompts: list[list[int]], results: list[Any], reference: Any) -> dict[str, Any]:
+    """Which of the two is off: the captured rows, or vLLM itself? In float32; its own log-probabilities decide."""
+    import torch
+
+    out = path / "logprobs.json"
+    done = subprocess.run(
+        [sys.executable, "-c", VLLM],
+        input=json.dumps([str(path), "float32", prompts, TOP, str(out)]),
+        env={**os.environ, "VLLM_PLUGINS": ""}, capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        return {"state": "wrong", "note": f"rows differ; vLLM alone gives no log-probabilities: {done.stderr[-300:]}"}
+    judged = json.loads(out.read_text())
+
+    def difference(logits_of: Callable[[int], torch.Tensor]) -> float:
+        worst = 0.0
+        for index, said in enumerate(judged):
+            with torch.no_grad():
+                logprobs = torch.log_softmax(logits_of(index).float(), dim=-1)
+            for found, expected in zip(logprobs[:-1], said[1:], strict=True):
+                worst = max([worst, *(abs(float(found[int(token)]) - value) for token, value in expected.items())])
+        return worst
+
+    rows = difference(lambda index: reference.head(results[index]["hidden_states"][-1]))
+    shifted = difference(lambda index: reference.head(results[index]["hidden_states"][-1].roll(1, dims=0)))
+    transformers = difference(lambda index: reference.logits(prompts[index]))
+    numbers = {"rows_nats": rows, "transformers_nats": transformers}
+    text = (
+        f"vLLM's own log-probabilities differ from those of the captured last layer by {rows:.1e} nats, "
+        f"from Transformers' by {transformers:.1e}"
+    )
+    if not math.isfinite(rows) or rows > NATS or shifted < 100 * NATS:
+        return {**numbers, "state": "wrong", "note": text}
+    return {**numbers, "state": "right by vLLM", "note": text}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
