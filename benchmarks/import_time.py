@@ -80,6 +80,7 @@ def main() -> None:
     parser.add_argument("--skip-vllm", action="store_true")
     options = parser.parse_args()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or every process would compile us anew
     inside = [[float(number) for number in run(INSIDE)["printed"].split()] for _ in range(options.runs)]
     report: dict[str, Any] = {
         "python": platform.python_version(),
