@@ -27,7 +27,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-ANSWER = 32  # tokens
+ANSWER = 64  # tokens
 DRAFTED = 2  # tokens a step, as many as the head was trained for
 
 
@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("rows", type=Path)
     parser.add_argument("served", nargs="+", metavar="NAME[=HEAD[:K,K,K]]")
-    parser.add_argument("--count", type=int, default=60, help="prompts to answer")
+    parser.add_argument("--count", type=int, default=120, help="prompts to answer")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
