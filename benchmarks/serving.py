@@ -1,16 +1,19 @@
 #!/usr/bin/env python3
 """Does a head that was trained on extracted rows draft well in vLLM, and with which layer ids?
 
-    python benchmarks/serving.py MODEL HEAD QUESTIONS --out serving.json --name "right rows" [--layer-ids 3 16 28]
+    python benchmarks/serving.py MODEL ROWS --out serving.json \\
+        "no head" "layers of training=WORK/head/2:3,16,28" "vLLM's default=WORK/head/2"
 
-HEAD is a checkpoint of speculators' trainer (benchmarks/training.py leaves WORK/head-.../EPOCH), QUESTIONS the held-out
-conversations of that script. Without --layer-ids the checkpoint is served as the trainer left it, which names no layers;
-with them a copy of it says `eagle_aux_hidden_state_layer_ids`. vLLM's own counters give the acceptance. Every answer is
-compared with what the same vLLM says without a head: drafting must not change what is said.
+ROWS are the held-out rows of benchmarks/training.py (WORK/rows-held_out), which also leaves the heads: WORK/head-.../EPOCH.
+Their tokens up to each answer are the prompts, so that tokenizers cannot differ: Transformers 5.19 drops the line breaks of
+this model's chat template, and a head that was trained with them drafts badly without. With layer ids after the colon a copy
+of the head says `eagle_aux_hidden_state_layer_ids`; without, it is served as the trainer left it, which names none. vLLM's
+own counters give the acceptance. If "no head" was run into the same file before, answers are compared with it: drafting must
+not change what is said, but for rounding.
 
-Needs a vLLM that drafts on the device at hand: on CPU 0.16.0 does not (`CPUModelRunner` asserts "spec decode is not
-supported"), 0.20 and newer do. speculators is not needed. enforce_eager keeps the start short; 16 tokens a block is what
-the CPU build of 0.16 wants here.
+Needs a vLLM that drafts on the device at hand. On CPU 0.16.0 does not (`CPUModelRunner` asserts "spec decode is not
+supported."); 0.20.2 loads the head, never asks the model for the states that it needs, and ends with "too many values to
+unpack (expected 2)"; 0.28.0 does. speculators is not needed.
 """
 
 from __future__ import annotations
@@ -24,13 +27,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import conversations
-
-ANSWER = 32  # tokens
+ANSWER = 64  # tokens
 DRAFTED = 2  # tokens a step, as many as the head was trained for
 
 
-def serve(model: str, head: Path | None, layer_ids: list[int] | None, talks: list[Any]) -> dict[str, Any]:
+def serve(model: str, head: Path | None, layer_ids: list[int] | None, prompts: list[list[int]]) -> dict[str, Any]:
     import vllm
 
     with tempfile.TemporaryDirectory() as folder:
@@ -43,18 +44,31 @@ def serve(model: str, head: Path | None, layer_ids: list[int] | None, talks: lis
                 config["eagle_aux_hidden_state_layer_ids"] = layer_ids
             (copy / "config.json").write_text(json.dumps(config))
             more["speculative_config"] = {"model": str(copy), "method": "eagle3", "num_speculative_tokens": DRAFTED}
-        llm = vllm.LLM(
-            model, max_model_len=1024, seed=0, enforce_eager=True, block_size=32, disable_log_stats=False, **more
-        )
+        more |= {"max_num_seqs": 32, "max_model_len": 1024, "block_size": 32}
+        llm = vllm.LLM(model, seed=0, enforce_eager=True, disable_log_stats=False, **more)
         sampling = vllm.SamplingParams(temperature=0, max_tokens=ANSWER)
         begin = time.perf_counter()
-        answers = [list(out.outputs[0].token_ids) for out in llm.chat(talks, sampling, use_tqdm=False)]
+        requests = [{"prompt_token_ids": ids} for ids in prompts]
+        answers = [list(out.outputs[0].token_ids) for out in llm.generate(requests, sampling, use_tqdm=False)]
         seconds = time.perf_counter() - begin
         counters: dict[str, Any] = {}
         for metric in llm.get_metrics():
             if "spec_decode" in metric.name:
                 counters[metric.name] = getattr(metric, "values", None) or getattr(metric, "value", None)
+        del llm
     return {"vllm": vllm.__version__, "answers": answers, "seconds": round(seconds, 2), "counters": counters}
+
+
+def prompts_of(rows: Path) -> list[list[int]]:
+    """Everything before each assistant turn of each sample: the loss mask begins with it."""
+    import torch
+
+    prompts = []
+    for path in sorted(rows.rglob("data_*.pt"), key=lambda path: int(path.stem[5:])):
+        sample = torch.load(path, weights_only=True, mmap=True)
+        mask, ids = sample["loss_mask"].tolist(), sample["input_ids"].tolist()
+        prompts += [ids[:place] for place in range(1, len(ids)) if mask[place] and not mask[place - 1]]
+    return prompts
 
 
 def summary(counters: dict[str, Any]) -> dict[str, Any]:
@@ -73,28 +87,31 @@ def summary(counters: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
-    parser.add_argument("head", type=Path)
-    parser.add_argument("questions", type=Path)
-    parser.add_argument("--layer-ids", type=int, nargs="+")
-    parser.add_argument("--name", required=True)
+    parser.add_argument("rows", type=Path)
+    parser.add_argument("served", nargs="+", metavar="NAME[=HEAD[:K,K,K]]")
+    parser.add_argument("--count", type=int, default=120, help="prompts to answer")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    talks = [talk[:1] for talk in conversations.read(options.questions)]
-    whole = json.loads(options.out.read_text()) if options.out.exists() else {"served": {}}
-    if "plain" not in whole:
-        whole["plain"] = serve(options.model, None, None, talks)
-    found = serve(options.model, options.head, options.layer_ids, talks)
-    same = sum(a == b for a, b in zip(found.pop("answers"), whole["plain"]["answers"], strict=True))
-    whole["served"][options.name] = {
-        "layer_ids": options.layer_ids or "not named",
-        "answers": len(talks),
-        "answers_as_without_a_head": same,
-        **summary(found.pop("counters")),
-        **found,
-    }
-    options.out.write_text(json.dumps(whole, indent=1) + "\n")
-    print(options.name, json.dumps(whole["served"][options.name]))
+    prompts = prompts_of(options.rows)[: options.count]
+    for spec in options.served:
+        name, _, place = spec.partition("=")
+        head, _, ids = place.partition(":")
+        layer_ids = [int(layer) for layer in ids.split(",")] if ids else None
+        found = serve(options.model, Path(head) if head else None, layer_ids, prompts)
+        whole = json.loads(options.out.read_text()) if options.out.exists() else {}
+        counters, answers = found.pop("counters"), found.pop("answers")
+        entry = {"layer_ids": layer_ids, "prompts": len(prompts), **found}
+        if head:
+            entry |= summary(counters)
+        else:
+            entry["answers"] = answers
+        plain = whole.get("no head", {}).get("answers", [])
+        if head and len(plain) == len(answers):
+            entry["answers_as_without_a_head"] = sum(a == b for a, b in zip(answers, plain, strict=True))
+        whole[name] = entry
+        options.out.write_text(json.dumps(whole) + "\n")
+        print(name, json.dumps(entry)[:400], flush=True)
 
 
 if __name__ == "__main__":

@@ -96,20 +96,31 @@ def string_order(samples: list[dict[str, Any]], call: int = 32) -> list[dict[str
     return damaged
 
 
+def string_order_of_rows(samples: list[dict[str, Any]], call: int = 32) -> list[dict[str, Any]]:
+    """The same, saved by a script that keeps its own tokens: rows of one sample under tokens and mask of another."""
+    damaged = string_order(samples, call)
+    return [{**right, "hidden_states": wrong["hidden_states"]} for right, wrong in zip(samples, damaged, strict=True)]
+
+
 def one_layer(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Every layer holds the rows of the first: what a repair that takes the worker's reply apart once too often gives,
     once its shapes have been made to fit."""
     return [{**sample, "hidden_states": [sample["hidden_states"][0]] * len(LAYERS)} for sample in samples]
 
 
-DAMAGE = {"chunk loss": chunk_loss, "string order": string_order, "one layer": one_layer}
+DAMAGE = {
+    "chunk loss": chunk_loss,
+    "string order": string_order,
+    "string order, own tokens": string_order_of_rows,
+    "one layer": one_layer,
+}
 
 
 def rows_of(work: Path, kind: str) -> Path:
     """The folder of a variant; damaged ones are made from the right one."""
     import torch
 
-    right, folder = work / "rows-train", work / f"rows-{kind.replace(' ', '-')}"
+    right, folder = work / "rows-train", work / f"rows-{kind.replace(', ', '-').replace(' ', '-')}"
     if kind not in DAMAGE:
         return right
     if not folder.exists():
