@@ -9,7 +9,7 @@ tokens up to which vLLM's MLA backends take a prompt as decoding (FlashMLA 128, 
 MLA runs in bfloat16 only, so the bound is a measured one: Transformers' own bfloat16 error against its float32 rows from the
 same weights. A choice of other experts by rounding would be no fault but would hide one, so the weights are made such that
 the choice depends on the token alone: the router reads eight channels that only the embedding writes. The text part of
-Kimi-K2.5 is a DeepSeek-V3, which Transformers knows; its vision tower is built, loaded and profiled, prompts are text.
+Kimi-K2.5 is a DeepSeek-V3, which Transformers knows; its vision tower is built and loaded, prompts are text.
 """
 
 from __future__ import annotations

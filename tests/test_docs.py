@@ -206,7 +206,7 @@ def test_commands_and_options_on_pages_exist() -> None:
 
 
 def test_make_targets_on_pages_exist() -> None:
-    rules = "".join((ROOT / name).read_text(encoding="utf-8") for name in ("Makefile", "matrix.mk"))
+    rules = "".join((ROOT / name).read_text(encoding="utf-8") for name in ("Makefile", "matrix.mk", "bench.mk"))
     targets = set(re.findall(r"^([a-z-]+):", rules, re.M))
     named = {word for page in PAGES for call in _commands(page, "make") for word in call[1:] if word.isalpha()}
     assert {"demo", "test", "site", "contract"} <= named <= targets

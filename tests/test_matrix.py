@@ -103,7 +103,12 @@ def test_an_expected_failure_has_its_reason(monkeypatch: pytest.MonkeyPatch, tmp
         ("0.1.dev1+gabc", "one-token", True, "right"),
     ],
 )
-def test_expected_failures_hold_for_their_version_only(vllm: str, case: str, right: bool, outcome: str) -> None:
+def test_expected_failures_hold_for_their_version_only(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, vllm: str, case: str, right: bool, outcome: str
+) -> None:
+    expected = tmp_path / "expected_failures.json"
+    expected.write_text(json.dumps([{"vllm": "==0.12.0", "cases": ["qwen3"], "reason": "why"}]))
+    monkeypatch.setattr(cell, "EXPECTED", expected)
     cases: list[dict[str, Any]] = [{"id": case, "right": right}]
     cell.judge_expected(cases, {"vllm": vllm, "speculators": "0.3.0"})
     assert cases[0]["outcome"] == outcome
