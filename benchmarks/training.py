@@ -10,7 +10,7 @@ Conversations are in conversations.py. Preprocessing, data set, sampler, model a
 speculators; what makes them run without a GPU changes what is computed by rounding only (:func:`without_gpu`): the trainer
 is given the device "cpu" where it expects the index of a GPU; forward is not compiled (0.3.0 compiles it on any device) and
 runs under autocast to bfloat16, for speed; attention is torch's scaled_dot_product_attention with speculators' own mask as a
-matrix, because flex_attention has no backward on the CPU that torch stands behind. deepspeed is not needed.
+matrix, because torch does not support training with flex_attention on the CPU. deepspeed is not needed.
 
 Agreement is measured by this script, not by the trainer, on held-out conversations about other things: how often the
 head's first token is the most probable one of the target (over the target's whole vocabulary, after the final norm), and
