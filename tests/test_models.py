@@ -20,6 +20,8 @@ pytestmark = pytest.mark.stack
     [
         # Scaled embeddings and residuals, and layers that return a residual which is not to be added.
         ("granite-4", "model.layers", "hidden, which includes the returned residual"),
+        # Every layer has a sliding window, which speculators does not hand to vLLM.
+        ("mistral", "model.layers", "hidden + residual"),
         # A vision wrapper, experts, yarn, code that comes with the checkpoint, a configuration that Transformers lacks.
         ("kimi-k2.5", "language_model.model.layers", "hidden + residual"),
     ],
@@ -136,3 +138,24 @@ def test_the_rotary_operator_is_tried_as_deepseek_uses_it() -> None:
     from spec_vllm_compat.patches import cpu_rotary_embedding
 
     assert not cpu_rotary_embedding._operator_is_right()
+
+
+@pytest.mark.parametrize(
+    ("kinds", "expected"),
+    [
+        (None, 64),
+        (["sliding_attention"] * 2, 64),
+        (["sliding_attention", "full_attention"], None),
+        (["full_attention"], None),
+    ],
+)
+def test_the_window_of_every_layer_reaches_vllm(kinds: list[str] | None, expected: int | None) -> None:
+    from types import SimpleNamespace as Made
+
+    from spec_vllm_compat.patches import sliding_window
+
+    text = Made() if kinds is None else Made(layer_types=kinds)
+    cache = Made(sliding_window=None)
+    model = Made(hf_text_config=text, get_sliding_window=lambda: 64)
+    sliding_window._adapt(None, {"model_config": model, "cache_config": cache})
+    assert cache.sliding_window == expected

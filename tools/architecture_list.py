@@ -97,12 +97,12 @@ class Architecture:
         if self.finish:
             self.finish(path)
 
-    def reference(self, path: Path) -> Reference:
+    def reference(self, path: Path, dtype: str = "float32") -> Reference:
         import transformers
 
         cls = getattr(transformers, self.cls) if self.cls else transformers.AutoModelForCausalLM
         source = path / "reference" if (path / "reference").exists() else path
-        reference = Reference(cls.from_pretrained(source, dtype="float32").eval(), self.layers, self.told)
+        reference = Reference(cls.from_pretrained(source, dtype=dtype).eval(), self.layers, self.told)
         if self.adapt:
             self.adapt(reference.model)
         return reference
