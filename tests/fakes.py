@@ -29,7 +29,7 @@ class AutoTokenizer: pass
 class ModelConfig:
     def __init__(self, model, trust_remote_code=False): pass
 class VllmConfig:
-    def __init__(self, model_config=None, compilation_config=None): pass
+    def __init__(self, model_config=None, cache_config=None, compilation_config=None): pass
 class SchedulerConfig:
     def __init__(self, max_model_len, is_encoder_decoder, enable_chunked_prefill=True): pass
 class CacheConfig:

@@ -57,7 +57,17 @@ def test_a_cell_without_a_result_is_not_run(monkeypatch: pytest.MonkeyPatch, tmp
     assert row(page, "Qwen3ForCausalLM") == "| Qwen3ForCausalLM |  |  | not run | not run |"
 
 
-@pytest.mark.parametrize("change", [{"worst": 2e-4}, {"rows": 0}, {"worst": float("nan")}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"worst": 2e-4},
+        {"rows": 0},
+        {"worst": float("nan")},
+        {"worst": 1.0, "far": 1, "own_far": 1},
+        {"worst": 1.0, "dtype": "bfloat16", "far": 3, "own_far": 1},
+        {"worst": 1.0, "dtype": "bfloat16", "far": 12, "own_far": 6},
+    ],
+)
 def test_a_result_that_contradicts_itself_is_an_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, change: dict[str, Any]
 ) -> None:

@@ -20,6 +20,8 @@ pytestmark = pytest.mark.stack
     [
         # Scaled embeddings and residuals, and layers that return a residual which is not to be added.
         ("granite-4", "model.layers", "hidden, which includes the returned residual"),
+        # Every layer has a sliding window, which speculators does not hand to vLLM.
+        ("mistral", "model.layers", "hidden + residual"),
         # A vision wrapper, experts, yarn, code that comes with the checkpoint, a configuration that Transformers lacks.
         ("kimi-k2.5", "language_model.model.layers", "hidden + residual"),
     ],
@@ -30,11 +32,11 @@ def test_every_row_of_every_layer(name: str, container: str, output: str) -> Non
     assert (found["container"], found["output"]) == (container, output)
 
 
-def test_several_streams_are_refused() -> None:
-    """Gemma 3n keeps four streams; no one of them is the residual stream."""
+def test_layers_in_two_lists_are_refused() -> None:
+    """Gemma 3n keeps four streams; no one of them is the residual stream. Its layers stand in two lists of one length."""
     found = architectures.supervise("gemma-3n-text", 280)
     assert found["state"] == "refused", found
-    assert "one residual stream" in found["note"]
+    assert "found ['model.layers', 'model.self_decoder.decoder_layers']" in found["note"]
 
 
 CODE = """
@@ -152,3 +154,24 @@ def test_operators_are_tried_as_models_use_them(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(_custom_ops, "rms_norm", repaired)
     assert cpu_operators.rms_norm_is_right()
+
+
+@pytest.mark.parametrize(
+    ("kinds", "expected"),
+    [
+        (None, 64),
+        (["sliding_attention"] * 2, 64),
+        (["sliding_attention", "full_attention"], None),
+        (["full_attention"], None),
+    ],
+)
+def test_the_window_of_every_layer_reaches_vllm(kinds: list[str] | None, expected: int | None) -> None:
+    from types import SimpleNamespace as Made
+
+    from spec_vllm_compat.patches import sliding_window
+
+    text = Made() if kinds is None else Made(layer_types=kinds)
+    cache = Made(sliding_window=None)
+    model = Made(hf_text_config=text, get_sliding_window=lambda: 64)
+    sliding_window._adapt(None, {"model_config": model, "cache_config": cache})
+    assert cache.sliding_window == expected

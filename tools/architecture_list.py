@@ -97,12 +97,12 @@ class Architecture:
         if self.finish:
             self.finish(path)
 
-    def reference(self, path: Path) -> Reference:
+    def reference(self, path: Path, dtype: str = "float32") -> Reference:
         import transformers
 
         cls = getattr(transformers, self.cls) if self.cls else transformers.AutoModelForCausalLM
         source = path / "reference" if (path / "reference").exists() else path
-        reference = Reference(cls.from_pretrained(source, dtype="float32").eval(), self.layers, self.told)
+        reference = Reference(cls.from_pretrained(source, dtype=dtype).eval(), self.layers, self.told)
         if self.adapt:
             self.adapt(reference.model)
         return reference
@@ -171,6 +171,7 @@ def tokenizer(path: Path, cls: str = "PreTrainedTokenizerFast", **special: str) 
     from tokenizers import Tokenizer, models
 
     names = [f"t{i}" for i in range(VOCABULARY)]
+    names[4:8] = ["\n" * count for count in (1, 2, 3, 4)]  # Gemma 3's processor looks them up
     names[VOCABULARY - len(special) :] = special.values()
     words = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="t2"))
     made = getattr(transformers, cls)(
@@ -193,6 +194,17 @@ def edit(file: Path, **changes: Any) -> None:
 
 def float16(path: Path) -> None:
     edit(path / "config.json", dtype="float16", torch_dtype="float16")
+
+
+def plain_names(path: Path) -> None:
+    """Gemma 3n's text model as it is loaded, without the prefix under which Transformers saves it for the wrapper."""
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(path / "model.safetensors")
+    names = {name: name.replace("language_model.", "").replace(".language_model_", "_") for name in weights}
+    save_file(
+        {names[name]: value for name, value in weights.items()}, path / "model.safetensors", metadata={"format": "pt"}
+    )
 
 
 def gemma_processor(path: Path) -> None:
@@ -473,8 +485,16 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "mistral": Architecture("mistral", {**SIZES, "sliding_window": 64}, "MistralForCausalLM"),
     "mixtral": Architecture("mixtral", {**SIZES, "num_local_experts": 4}, "MixtralForCausalLM"),
-    "gemma": Architecture("gemma", {**TIED, "hidden_activation": "gelu_pytorch_tanh"}, "GemmaForCausalLM"),
-    "gemma-2": Architecture("gemma2", {**TIED, "sliding_window": 64, "query_pre_attn_scalar": 32}, "Gemma2ForCausalLM"),
+    "gemma": Architecture(
+        "gemma",
+        {**TIED, "hidden_activation": "gelu_pytorch_tanh", "hidden_act": "gelu_pytorch_tanh"},
+        "GemmaForCausalLM",
+    ),
+    "gemma-2": Architecture(
+        "gemma2",
+        {**TIED, "hidden_act": "gelu_pytorch_tanh", "sliding_window": 64, "query_pre_attn_scalar": 32},
+        "Gemma2ForCausalLM",
+    ),
     "gemma-3-text": Architecture("gemma3_text", GEMMA_3, "Gemma3ForCausalLM"),
     "granite": Architecture(
         "granite",
@@ -513,7 +533,10 @@ ARCHITECTURES: dict[str, Architecture] = {
         "exaone4", {**SIZES, "sliding_window": 64, "sliding_window_pattern": 4}, "Exaone4ForCausalLM"
     ),
     "phi-moe": Architecture(
-        "phimoe", {**SIZES, "num_local_experts": 4}, "PhimoeForCausalLM", architectures="PhiMoEForCausalLM"
+        "phimoe",
+        {**SIZES, "num_local_experts": 4, "attention_bias": True, "lm_head_bias": True},
+        "PhimoeForCausalLM",
+        architectures="PhiMoEForCausalLM",
     ),
     "llama-int4": Architecture(
         "llama",
@@ -603,6 +626,8 @@ ARCHITECTURES: dict[str, Architecture] = {
             "laurel_rank": 16,
         },
         "Gemma3nForCausalLM",
+        finish=plain_names,
+        told=False,
     ),
     "qwen3-vl": Architecture(
         "qwen3_vl",

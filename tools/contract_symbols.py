@@ -407,6 +407,19 @@ LEANS: tuple[Lean, ...] = (
         "the number of layers is unknown",
     ),
     Lean(
+        "sliding_window",
+        f"{_CONFIG}:CacheConfig.sliding_window",
+        "generator, CacheConfig(...)",
+        "models with a window in every layer attend to everything",
+    ),
+    Lean(
+        "sliding_window",
+        f"{_CONFIG}:ModelConfig.get_sliding_window",
+        "generator, CacheConfig(...)",
+        "the window is unknown",
+        call=True,
+    ),
+    Lean(
         "cpu_operators",
         f"{_CONFIG}:CompilationConfig.custom_ops",
         "generator, VllmConfig(...)",

@@ -30,7 +30,9 @@ and loaded through the unmodified `VllmHiddenStatesGenerator`: batches of 1 to 2
 are split, all layers, every row compared with Transformers' for the same checkpoint.
 
 * **right**: the worst relative error of a row. The comparison would not have passed for the neighbouring layer or position:
-  those are off by more than 0.1 in these models, the bound is 1e-4 in float32 and 0.1 in bfloat16 and float16.
+  those are off by more than 0.1 in these models, the bound is 1e-4 in float32 and 0.1 in bfloat16 and float16. In these two,
+  rounding chooses other experts in some rows of a model with experts: at most twice as many rows may be beyond the bound as
+  in Transformers' own run in that dtype.
 * **right by vLLM**: vLLM itself computes something else than Transformers for this checkpoint. The judge is then unpatched
   vLLM's own prompt log-probabilities, which those that follow from the captured last layer must equal (2e-3 nats; rows
   shifted by one position are off by more than 0.2). The layers before the last are not judged in this way.
@@ -67,12 +69,16 @@ def cell(result: dict[str, Any] | None, note: str) -> str:
         return "not run"
     state = STATES[result["state"]]
     if result["state"] == "right":
-        if not (result["rows"] > 0 and result["worst"] < result["tolerance"]):
+        by_chance = (
+            result["dtype"] != "float32" and result.get("far", 0) <= 2 * result.get("own_far", 0) < result["rows"] // 5
+        )
+        if not (result["rows"] > 0 and (result["worst"] < result["tolerance"] or by_chance)):
             raise ValueError(
                 f"{result['name']} is called right with {result['rows']} rows and an error of {result['worst']}"
             )
         settings = "".join(f", `{name}={value}`" for name, value in result.get("environment", {}).items())
-        return f"right, {result['worst']:.0e} {result['dtype']}{settings}"
+        error = f"{result['worst']:.0e}" if result["worst"] < result["tolerance"] else result["note"]
+        return f"right, {error} {result['dtype']}{settings}"
     if result["state"] == "right by vLLM":
         state += f", {result['rows_nats']:.0e} nats"
     return state + note
