@@ -191,6 +191,13 @@ def findings(monkeypatch, tmp_path):
     return find
 
 
+def test_doctor_says_whether_a_checkpoint_s_own_code_runs(findings, monkeypatch):
+    monkeypatch.delenv("SPEC_VLLM_COMPAT_TRUST_REMOTE_CODE", raising=False)
+    assert "is trusted" in findings()["remote_code"].reason
+    monkeypatch.setenv("SPEC_VLLM_COMPAT_TRUST_REMOTE_CODE", "0")
+    assert "is not run" in findings()["remote_code"].reason
+
+
 def test_doctor_shut_out_by_vllm_plugins(findings, monkeypatch):
     monkeypatch.setenv("VLLM_PLUGINS", "somebody_elses")
     found = findings()["plugin"]

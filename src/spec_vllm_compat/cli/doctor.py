@@ -17,7 +17,7 @@ from typing import Any
 
 import click
 
-from spec_vllm_compat import support
+from spec_vllm_compat import remote_code, support
 from spec_vllm_compat.cli import env
 from spec_vllm_compat.cli.progress import human
 from spec_vllm_compat.errors import CompatError
@@ -84,6 +84,7 @@ def examine(output_dir: Path) -> Iterator[Finding]:
     yield _wrapt()
     yield _torch_of_vllm(versions)
     yield _plugin()
+    yield Finding("remote_code", "ok", remote_code.sentence())
     seen, problem = _probe() if versions.vllm.present and versions.speculators.present else ({}, None)
     if problem:
         yield Finding("imports", "fail", problem, "Run `python -c 'import vllm, speculators'` and look at its error.")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from spec_vllm_compat.errors import CompatError
+from spec_vllm_compat.remote_code import trusted
 
 FORMATS = """Prepared data, one sample a line (JSONL), row (Parquet) or example (datasets on disk):
 {"input_ids": [1, 15, 7], "loss_mask": [0, 0, 1]} (no loss_mask: every token counts), or a conversation:
@@ -179,7 +180,7 @@ def tokenizer_of(model_path: str, max_length: int) -> Tokenize:
         from speculators.data_generation.preprocessing import build_eagle3_dataset
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=True)
+        tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=trusted())
         if getattr(tokenizer, "chat_template", None) is None:
             raise CompatError(f"{model_path}: the tokenizer has no chat template. Pass tokens instead.")
 
