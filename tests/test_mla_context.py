@@ -8,6 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
+pytest.importorskip("torch")
+
 from spec_vllm_compat.patches import mla_model_runner
 from spec_vllm_compat.protocol import Chunk
 from spec_vllm_compat.worker.capture import require_mla_context_in_place
