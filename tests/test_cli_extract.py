@@ -257,6 +257,15 @@ def test_other_data_are_refused(options, data):
     assert contents(options().output_dir) == before
 
 
+def test_a_folder_that_convert_has_made_is_left_alone(options):
+    out = options().output_dir
+    out.mkdir()
+    (out / "conversion.json").write_text("{}")
+    with pytest.raises(CompatError, match="was written by convert"):
+        run(options())
+    assert contents(out) == {}
+
+
 def test_samples_of_somebody_else_are_not_gone_on_with(options):
     out = options().output_dir
     out.mkdir()

@@ -271,3 +271,16 @@ def test_goes_on_after_an_interruption(tmp_path: Path, monkeypatch: Any, capsys:
     assert contents(tmp_path / "back") == contents(old)
     left = [path.name for path in (tmp_path / "new").rglob("*") if path.name.endswith(".part")]
     assert not left
+
+
+def test_holes_and_a_last_layer_that_is_not_the_highest_are_said(tmp_path: Path, capsys: Any) -> None:
+    old = make(tmp_path / "old", [0, 1, 3, 4, 7], beside=False)
+    assert run(old, tmp_path / "new", "--layer-ids", 9, 2, 5, 7) == 0
+    said = capsys.readouterr()
+    assert "has 5 samples and no number 2 (3 missing)" in said.err
+    assert "the last layer is not the highest" in said.err
+    assert "--target-layer-ids" not in said.out
+    assert run(make(tmp_path / "whole", [0, 1]), tmp_path / "other") == 0
+    said = capsys.readouterr()
+    assert "warning" not in said.err
+    assert "--target-layer-ids" in said.out

@@ -23,7 +23,7 @@ From conversations to a trained draft model:
   2. preflight MODEL          a minute: will this model work? A small copy of it goes through the real pipeline.
   3. extract ...              the job; can be killed and started again at any time.
   4. verify DIR               is every sample there, whole and right?
-  5. train                    speculators' own trainer reads DIR as it is; speculators 0.8 and newer after `convert`.
+  5. train                    speculators' own trainer reads DIR as it is; speculators 0.5 and newer after `convert`.
 
 \b
 Have a script of your own, or speculators' scripts/data_generation_offline.py?

@@ -57,6 +57,10 @@ def command(source: Path, target: Path, layer_ids: tuple[int, ...]) -> int:
     if target.exists() or source.resolve() in part.resolve().parents:
         raise CompatError(f"{target}: expected a folder that is not there yet, outside of {source}")
     files = [paths[0] for paths in old.values()]
+    if holes := sorted(set(range(max(old, default=-1) + 1)) - set(old)):
+        click.echo(
+            f"warning: {source} has {len(old)} samples and no number {holes[0]} ({len(holes)} missing)", err=True
+        )
     plan = _to_new(source, files, layer_ids) if old else _to_old(source, new, layer_ids)
     pairs, record, convert, finish = plan
     if read_json(part / RECORD) not in (None, record):
@@ -76,6 +80,9 @@ def command(source: Path, target: Path, layer_ids: tuple[int, ...]) -> int:
     os.replace(part, target)
     click.echo(f"complete: {len(pairs)} samples, {target}\n{layer_numbering(record['layer_ids'])}")
     *inputs, last = map(str, record["target_layer_ids"])
+    if max(record["layer_ids"]) != record["layer_ids"][-1]:
+        click.echo("warning: the last layer is not the highest. Trainers take it for the model's last block.", err=True)
+        return 0
     click.echo(f"speculators 0.5 and newer: --target-layer-ids {' '.join(inputs)}, and a model of {last} blocks")
     return 0
 

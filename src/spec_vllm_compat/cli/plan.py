@@ -87,6 +87,8 @@ class Plan:
         """Refuse a directory that was made with other options or by somebody else."""
         manifests = {path: read_json(path) for path in sorted(self.root.glob("manifest*.json"))}
         samples, _ = find_samples(self.root)
+        if (self.root / "conversion.json").exists():
+            raise CompatError(f"{self.root} was written by convert. Take another --output-dir.")
         if samples and not manifests:
             raise CompatError(
                 f"{self.root} holds {len(samples)} samples and no manifest: something else wrote them. "
