@@ -12,6 +12,7 @@ SPECULATORS_ALLOWED = ">=0.3,<0.5"
 #: speculators to the vLLM releases that it was run with, every row right. Written by tools/render_matrix.py.
 TESTED: dict[str, tuple[str, ...]] = {
     "0.3.0": (
+        "0.11.0",
         "0.12.0",
         "0.13.0",
         "0.14.1",
@@ -32,7 +33,7 @@ TESTED: dict[str, tuple[str, ...]] = {
         "0.30.0",
         "0.32.0",
     ),
-    "0.4.0": (),
+    "0.4.0": ("0.16.0", "0.32.0"),
     "0.4.0.1": (
         "0.11.0",
         "0.11.1",
@@ -45,9 +46,11 @@ TESTED: dict[str, tuple[str, ...]] = {
         "0.20.2",
         "0.22.0",
         "0.22.1",
+        "0.24.0",
         "0.25.1",
         "0.26.0",
         "0.27.1",
+        "0.28.0",
         "0.31.0",
         "0.32.0",
     ),
