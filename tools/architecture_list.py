@@ -435,6 +435,7 @@ V3 = {
     "topk_method": "noaux_tc",
     "scoring_func": "sigmoid",
 }
+KIMI = {**V3, "n_group": 1, "topk_group": 1, "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}}
 TIED = {**SIZES, "tie_word_embeddings": True}
 
 NO_HEAD_DIM = {key: value for key, value in SIZES.items() if key != "head_dim"}
@@ -557,7 +558,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "kimi-k2.5-int4": Architecture(
         "deepseek_v3",
-        {**V3, "n_group": 1, "topk_group": 1, "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
+        KIMI,
         "DeepseekV3ForCausalLM",
         environment=MLA,
         dtype="bfloat16",
@@ -566,21 +567,14 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "kimi-k2": Architecture(
         "deepseek_v3",
-        {
-            **V3,
-            "n_group": 1,
-            "topk_group": 1,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 8,
-            "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
-        },
+        {**KIMI, "num_attention_heads": 8, "num_key_value_heads": 8},
         "DeepseekV3ForCausalLM",
         environment=MLA,
         name="Kimi-K2 (DeepseekV3ForCausalLM with yarn)",
     ),
     "kimi-k2.5": Architecture(
         "deepseek_v3",
-        {**V3, "n_group": 1, "topk_group": 1, "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
+        KIMI,
         "DeepseekV3ForCausalLM",
         environment=MLA,
         finish=kimi,

@@ -83,11 +83,12 @@ def _judge() -> None:
     from vllm import LLM, SamplingParams
 
     from spec_vllm_compat.cli.weights import FORMAT
+    from spec_vllm_compat.remote_code import trusted
 
     asked = json.load(sys.stdin)
     llm = LLM(
         **asked["settings"], load_format=FORMAT, enforce_eager=True, max_model_len=1024, max_logprobs=TOP,
-        trust_remote_code=True,
+        trust_remote_code=trusted(),
     )  # fmt: skip
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=TOP)
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in asked["prompts"]], params, use_tqdm=False)

@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from spec_vllm_compat._version import __version__
+from spec_vllm_compat.cli.convert import RECORD as CONVERSION
 from spec_vllm_compat.cli.progress import human
 from spec_vllm_compat.cli.samples import Prepared, Sample
 from spec_vllm_compat.cli.store import (
@@ -87,7 +88,7 @@ class Plan:
         """Refuse a directory that was made with other options or by somebody else."""
         manifests = {path: read_json(path) for path in sorted(self.root.glob("manifest*.json"))}
         samples, _ = find_samples(self.root)
-        if (self.root / "conversion.json").exists():
+        if (self.root / CONVERSION).exists():
             raise CompatError(f"{self.root} was written by convert. Take another --output-dir.")
         if samples and not manifests:
             raise CompatError(

@@ -18,7 +18,8 @@ SAMPLES = 8  # values a layer
 class Capture:
     """Hooks on the target decoder layers of one worker's model.
 
-    The buffer on the device holds one step: ``[layers, max_num_batched_tokens, hidden_size]`` in the model's dtype. On CUDA
+    The buffer on the device holds one step: ``[layers, max_num_batched_tokens, hidden_size]`` in the model's dtype; in the
+    very first step the residuals of these layers are kept beside it. On CUDA
     a step is copied out on a stream of its own, while the next one runs up to its first target layer.
 
     Args:
