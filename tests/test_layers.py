@@ -275,6 +275,13 @@ def test_lists_inside_of_layers_do_not_count() -> None:
     assert find_decoder_layers(model, 4)[0] == "model.layers"
 
 
+def test_a_slice_of_the_same_layers_is_no_second_list():
+    model = lists(model__layers=4)
+    model.model.self_decoder = nn.Module()
+    model.model.self_decoder.decoder_layers = model.model.layers[:4]
+    assert find_decoder_layers(model, 4)[0] == "model.layers"
+
+
 def test_a_vision_tower_of_the_same_depth() -> None:
     model = lists(language_model__model__layers=4, visual__blocks=4)
     with pytest.raises(CaptureError, match=r"language_model.model.layers.*visual.blocks"):

@@ -41,6 +41,7 @@ class Architecture:
         dtype: in which vLLM computes.
         ranks: tensor parallel size.
         expert_parallel: whether the ranks share experts out whole.
+        additional: vLLM's ``additional_config``.
         finish: changes the saved checkpoint.
         adapt: changes the reference.
         told: whether Transformers' ``hidden_states[k + 1]`` is the output of layer k, as for nearly all.
@@ -54,6 +55,7 @@ class Architecture:
     dtype: str = "float32"
     ranks: int = 1
     expert_parallel: bool = False
+    additional: dict[str, Any] = field(default_factory=dict)
     finish: Callable[[Path], None] | None = None
     adapt: Callable[[Any], None] | None = None
     name: str | None = None
@@ -207,6 +209,15 @@ def plain_names(path: Path) -> None:
     )
 
 
+def without_buffers(path: Path) -> None:
+    """MiniMax's decay rates are computed; Transformers saves them all the same, and the released checkpoint has none."""
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(path / "model.safetensors")
+    kept = {name: value for name, value in weights.items() if "decay" not in name and "slope_rate" not in name}
+    save_file(kept, path / "model.safetensors", metadata={"format": "pt"})
+
+
 def gemma_processor(path: Path) -> None:
     from transformers import Gemma3ImageProcessor, Gemma3Processor
 
@@ -319,14 +330,14 @@ def kimi_vision_shapes(text: dict[str, Any], vision: dict[str, Any]) -> dict[str
     return {f"{part}.{name}": tuple(p.shape) for part, m in parts.items() for name, p in m.named_parameters()}
 
 
-def quantized(bits: int, only: str = "_proj.") -> Callable[[Path], None]:
-    """Quantises the linear layers of a saved checkpoint as compressed-tensors does; the reference has the rounded weights.
+def quantized(scheme: str, only: str = "_proj.") -> Callable[[Path], None]:
+    """Quantises the linear layers of a saved checkpoint; the reference has the rounded weights.
 
-    4 bits: groups of 32, weights alone, packed, as in Kimi-K2.5. 8 bits: a scale a channel, and activations a token.
+    int4: compressed-tensors, groups of 32, weights alone, packed, as in Kimi-K2.5. int8 and fp8: compressed-tensors, a scale
+    a channel, and activations a token. gptq and awq: 4 bits in groups of 32, in the layouts of those two.
     """
 
     def finish(path: Path) -> None:
-        import torch
         from safetensors.torch import load_file, save_file
 
         reference = path / "reference"
@@ -338,59 +349,147 @@ def quantized(bits: int, only: str = "_proj.") -> Callable[[Path], None]:
         for name in [
             name for name in weights if only in name and name.endswith("_proj.weight") and "vision" not in name
         ]:
-            weight, base = weights.pop(name).float(), name.removesuffix("weight")
-            rows, columns = weight.shape
-            groups = weight.view(rows, -1, 32 if bits == 4 else columns)
-            scale = (groups.abs().amax(-1, keepdim=True) / (2 ** (bits - 1) - 1)).bfloat16().float()
-            steps = (groups / scale).round().clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
-            rounded[name.removeprefix("language_model.")] = (steps * scale).view(rows, columns)
-            whole = steps.view(rows, columns).to(torch.int8)
-            weights[base + "weight_scale"] = scale.view(rows, -1).bfloat16()
-            if bits == 4:
-                from compressed_tensors.compressors.quantized_compressors.pack_quantized import pack_to_int32
-
-                weights[base + "weight_packed"] = pack_to_int32(whole, 4)
-                weights[base + "weight_shape"] = torch.tensor([rows, columns])
-            else:
-                weights[base + "weight"] = whole
+            stored, value = STORED[scheme](weights.pop(name).float())
+            weights |= {name.removesuffix("weight") + key: tensor for key, tensor in stored.items()}
+            rounded[name.removeprefix("language_model.")] = value
         save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
         save_file(rounded, reference / "model.safetensors", metadata={"format": "pt"})
-        scheme: dict[str, Any] = {"num_bits": bits, "type": "int", "symmetric": True, "dynamic": False}
-        scheme |= {"strategy": "group", "group_size": 32} if bits == 4 else {"strategy": "channel"}
-        activations = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": True, "strategy": "token"}
         ignored = (
             ["lm_head", "re:.*mlp.gate$"]
             if only == "_proj."
             else ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"]
         )
-        config = {
-            "quant_method": "compressed-tensors", "format": "pack-quantized" if bits == 4 else "int-quantized", "ignore": ignored,
-            "config_groups": {"group_0": {
-                "targets": ["Linear"], "weights": scheme, "input_activations": activations if bits == 8 else None,
-            }},
-        }  # fmt: skip
         whole_config = json.loads((path / "config.json").read_text())
-        whole_config.get("text_config", whole_config)["quantization_config"] = config
+        whole_config.get("text_config", whole_config)["quantization_config"] = quantization(scheme, ignored)
         (path / "config.json").write_text(json.dumps(whole_config, indent=1))
 
     return finish
 
 
+def quantization(scheme: str, ignored: list[str]) -> dict[str, Any]:
+    """What ``config.json`` says of it."""
+    if scheme == "gptq":
+        return {
+            "quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True, "lm_head": False,
+        }  # fmt: skip
+    if scheme == "awq":
+        return {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+    bits, kind = int(scheme[-1]), "float" if scheme == "fp8" else "int"
+    weights: dict[str, Any] = {"num_bits": bits, "type": kind, "symmetric": True, "dynamic": False}
+    weights |= {"strategy": "group", "group_size": 32} if bits == 4 else {"strategy": "channel"}
+    activations = {"num_bits": 8, "type": kind, "symmetric": True, "dynamic": True, "strategy": "token"}
+    return {
+        "quant_method": "compressed-tensors", "ignore": ignored,
+        "format": {"int4": "pack-quantized", "int8": "int-quantized", "fp8": "float-quantized"}[scheme],
+        "config_groups": {"group_0": {
+            "targets": ["Linear"], "weights": weights, "input_activations": None if bits == 4 else activations,
+        }},
+    }  # fmt: skip
+
+
+def _scaled(weight: Any, largest: float, group: int) -> tuple[Any, Any]:
+    """Weights ``[out, groups, group]`` in steps, and a bfloat16 scale a group."""
+    groups = weight.view(len(weight), -1, group)
+    scale = (groups.abs().amax(-1, keepdim=True) / largest).bfloat16().float()
+    return groups / scale, scale
+
+
+def _int4(weight: Any) -> tuple[dict[str, Any], Any]:
+    import torch
+
+    steps, scale = _scaled(weight, 7, 32)
+    steps = steps.round().clamp(-8, 7)
+    stored = {"weight_packed": _nibbles((steps + 8).view(weight.shape)), "weight_shape": torch.tensor(weight.shape)}
+    return {**stored, "weight_scale": scale.squeeze(-1).bfloat16()}, (steps * scale).view(weight.shape)
+
+
+def _int8(weight: Any) -> tuple[dict[str, Any], Any]:
+    import torch
+
+    steps, scale = _scaled(weight, 127, weight.shape[1])
+    whole = steps.round().clamp(-128, 127)
+    stored = {"weight": whole.view(weight.shape).to(torch.int8), "weight_scale": scale.squeeze(-1).bfloat16()}
+    return stored, (whole * scale).view(weight.shape)
+
+
+def _fp8(weight: Any) -> tuple[dict[str, Any], Any]:
+    import torch
+
+    steps, scale = _scaled(weight, 448, weight.shape[1])
+    short = steps.clamp(-448, 448).to(torch.float8_e4m3fn)
+    stored = {"weight": short.view(weight.shape), "weight_scale": scale.squeeze(-1)}
+    return stored, (short.float() * scale).view(weight.shape)
+
+
+def _nibbles(values: Any, order: Sequence[int] = range(8)) -> Any:
+    """Eight numbers from 0 to 15 along the last dimension in each int32, the first of ``order`` lowest."""
+    import torch
+
+    eight = values.view(*values.shape[:-1], -1, 8).to(torch.int64)
+    word = sum(eight[..., place] << 4 * bit for bit, place in enumerate(order))
+    return torch.where(word < 2**31, word, word - 2**32).to(torch.int32)
+
+
+def _gptq(weight: Any) -> tuple[dict[str, Any], Any]:
+    """``qweight [in / 8, out]``, scales ``[groups, out]``; a zero point of 8 is stored as 7."""
+    import torch
+
+    steps, scale = _scaled(weight, 7, 32)
+    steps = steps.round().clamp(-8, 7)
+    out, inside = weight.shape
+    scales = scale.squeeze(-1).T.contiguous()
+    return {
+        "qweight": _nibbles((steps + 8).view(out, inside)).T.contiguous(),
+        "qzeros": _nibbles(torch.full_like(scales, 7)),
+        "scales": scales.half(),
+        "g_idx": torch.arange(inside, dtype=torch.int32) // 32,
+    }, (steps * scales.half().float().T[..., None]).view(out, inside)
+
+
+def _awq(weight: Any) -> tuple[dict[str, Any], Any]:
+    """``qweight [in, out / 8]`` in the order of its kernels, with zero points of its own a group."""
+    import torch
+
+    out, inside = weight.shape
+    groups = weight.view(out, -1, 32)
+    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    scale = ((high - low) / 15).half().float()
+    zero = (-low / scale).round().clamp(0, 15)
+    steps = (groups / scale + zero).round().clamp(0, 15)
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    return {
+        "qweight": _nibbles(steps.view(out, inside).T.contiguous(), order),
+        "qzeros": _nibbles(zero.squeeze(-1).T.contiguous(), order),
+        "scales": scale.squeeze(-1).T.contiguous().half(),
+    }, ((steps - zero) * scale).view(out, inside).to(torch.float32)
+
+
+STORED: dict[str, Callable[[Any], tuple[dict[str, Any], Any]]] = {
+    "int4": _int4, "int8": _int8, "fp8": _fp8, "gptq": _gptq, "awq": _awq,
+}  # fmt: skip
+
+
 def kimi_int4(path: Path) -> None:
     kimi(path)
-    quantized(4, "mlp.experts.")(path)
+    quantized("int4", "mlp.experts.")(path)
 
 
-def rounded_activations(model: Any) -> None:
+def rounded_activations(scheme: str) -> Callable[[Any], None]:
     """8 bit activations, one scale a token, before every linear layer of the decoder."""
 
     def shorten(_module: Any, args: Any) -> Any:
-        scale = args[0].abs().amax(-1, keepdim=True) / 127
-        return ((args[0] / scale).round() * scale,)
+        import torch
 
-    for name, module in model.model.layers.named_modules():
-        if name.endswith("_proj"):
-            module.register_forward_pre_hook(shorten)
+        scale = args[0].abs().amax(-1, keepdim=True) / (127 if scheme == "int8" else 448)
+        steps = args[0] / scale
+        return ((steps.round() if scheme == "int8" else steps.to(torch.float8_e4m3fn).to(steps.dtype)) * scale,)
+
+    def adapt(model: Any) -> None:
+        for name, module in model.model.layers.named_modules():
+            if name.endswith("_proj"):
+                module.register_forward_pre_hook(shorten)
+
+    return adapt
 
 
 def scaled_queries(model: Any) -> None:
@@ -408,6 +507,7 @@ def scaled_queries(model: Any) -> None:
         layer.self_attn.q_b_proj.register_forward_hook(grow)
 
 
+GATED_DELTA = {"gdn_prefill_backend": "triton"}  # the default on a Hopper GPU is FlashInfer, another package
 SCALING = {"original_max_position_embeddings": 32, "beta": 0.5}
 MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 LATENT = {
@@ -425,6 +525,8 @@ LATENT = {
     "first_k_dense_replace": 1,
     "routed_scaling_factor": 2.5,
 }
+#: Heads as vLLM's MLA kernels know them.
+FULL_HEADS = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 YARN = {"type": "yarn", "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, "beta_fast": 32.0, "beta_slow": 1.0}  # fmt: skip
 V2 = {**LATENT, "topk_method": "greedy", "n_group": 1, "topk_group": 1, "norm_topk_prob": False}
 V3 = {
@@ -459,6 +561,20 @@ QWEN_IMAGES = {
     "image_token_id": VOCABULARY - 4, "video_token_id": VOCABULARY - 3,
     "vision_start_token_id": VOCABULARY - 2, "vision_end_token_id": VOCABULARY - 1,
 }  # fmt: skip
+
+
+def quantized_llama(scheme: str, title: str) -> Architecture:
+    return Architecture(
+        "llama",
+        SIZES,
+        "LlamaForCausalLM",
+        dtype="float16" if scheme in ("gptq", "awq") else "bfloat16",
+        finish=quantized(scheme),
+        adapt=rounded_activations(scheme) if scheme.endswith("8") else None,
+        name=f"LlamaForCausalLM, {title}",
+    )
+
+
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture("llama", SIZES, "LlamaForCausalLM"),
     "llama-tied": Architecture(
@@ -525,7 +641,20 @@ ARCHITECTURES: dict[str, Architecture] = {
         environment=MLA,
         name="DeepseekV2ForCausalLM, yarn",
     ),
-    "deepseek-v2-mla": Architecture("deepseek_v2", V2, "DeepseekV2ForCausalLM", name="DeepseekV2ForCausalLM, MLA"),
+    "deepseek-v2-mla": Architecture(
+        "deepseek_v2",
+        {**V2, **FULL_HEADS, "q_lora_rank": None},
+        "DeepseekV2ForCausalLM",
+        dtype="bfloat16",
+        name="DeepseekV2ForCausalLM, MLA",
+    ),
+    "deepseek-v3-mla": Architecture(
+        "deepseek_v3",
+        {**V3, **FULL_HEADS},
+        "DeepseekV3ForCausalLM",
+        dtype="bfloat16",
+        name="DeepseekV3ForCausalLM, MLA",
+    ),
     "deepseek-v3": Architecture("deepseek_v3", V3, "DeepseekV3ForCausalLM", environment=MLA),
     "cohere": Architecture("cohere", TIED, "CohereForCausalLM"),
     "cohere-2": Architecture("cohere2", {**TIED, "sliding_window": 64}, "Cohere2ForCausalLM"),
@@ -539,23 +668,11 @@ ARCHITECTURES: dict[str, Architecture] = {
         "PhimoeForCausalLM",
         architectures="PhiMoEForCausalLM",
     ),
-    "llama-int4": Architecture(
-        "llama",
-        SIZES,
-        "LlamaForCausalLM",
-        dtype="bfloat16",
-        finish=quantized(4),
-        name="LlamaForCausalLM, compressed-tensors INT4",
-    ),
-    "llama-int8": Architecture(
-        "llama",
-        SIZES,
-        "LlamaForCausalLM",
-        dtype="bfloat16",
-        finish=quantized(8),
-        adapt=rounded_activations,
-        name="LlamaForCausalLM, compressed-tensors W8A8",
-    ),
+    "llama-int4": quantized_llama("int4", "compressed-tensors INT4"),
+    "llama-int8": quantized_llama("int8", "compressed-tensors W8A8"),
+    "llama-fp8": quantized_llama("fp8", "compressed-tensors FP8"),
+    "llama-gptq": quantized_llama("gptq", "GPTQ 4 bit"),
+    "llama-awq": quantized_llama("awq", "AWQ 4 bit"),
     "kimi-k2.5-int4": Architecture(
         "deepseek_v3",
         KIMI,
@@ -579,6 +696,14 @@ ARCHITECTURES: dict[str, Architecture] = {
         environment=MLA,
         finish=kimi,
         name="KimiK25ForConditionalGeneration",
+    ),
+    "kimi-k2.5-mla": Architecture(
+        "deepseek_v3",
+        {**KIMI, **FULL_HEADS},
+        "DeepseekV3ForCausalLM",
+        dtype="bfloat16",
+        finish=kimi,
+        name="KimiK25ForConditionalGeneration, MLA",
     ),
     "llama-4-scaling": Architecture(
         "deepseek_v3",
@@ -649,8 +774,27 @@ ARCHITECTURES: dict[str, Architecture] = {
             "linear_value_head_dim": 32,
         },
         "Qwen3NextForCausalLM",
+        additional=GATED_DELTA,
     ),
-    "minimax": Architecture("minimax", {**SIZES, "num_local_experts": 4, "block_size": 32}, "MiniMaxForCausalLM"),
+    "qwen3.5": Architecture(
+        "qwen3_5_text",
+        {
+            **SIZES,
+            "num_hidden_layers": 8,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 32,
+            "linear_value_head_dim": 32,
+        },
+        "Qwen3_5ForCausalLM",
+        additional=GATED_DELTA,
+    ),
+    "minimax": Architecture(
+        "minimax",
+        {**SIZES, "num_local_experts": 4, "block_size": 32},
+        "MiniMaxForCausalLM",
+        finish=without_buffers,
+    ),
     "qwen2-moe": Architecture(
         "qwen2_moe", {**NO_HEAD_DIM, **MOE, "shared_expert_intermediate_size": 64}, "Qwen2MoeForCausalLM"
     ),
@@ -717,7 +861,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "olmo": Architecture("olmo", {**NO_HEAD_DIM, "num_key_value_heads": 4}, "OlmoForCausalLM"),
     "olmo-3": Architecture("olmo3", {**NO_HEAD_DIM, "sliding_window": 64}, "Olmo3ForCausalLM"),
     "olmoe": Architecture("olmoe", {**NO_HEAD_DIM, "num_experts": 8, "num_experts_per_tok": 2}, "OlmoeForCausalLM"),
-    "phi": Architecture("phi", NO_HEAD_DIM, "PhiForCausalLM"),
+    "phi": Architecture("phi", {**NO_HEAD_DIM, "num_key_value_heads": 4}, "PhiForCausalLM"),
     "starcoder-2": Architecture("starcoder2", {**NO_HEAD_DIM, "sliding_window": None}, "Starcoder2ForCausalLM"),
     "nemotron": Architecture("nemotron", SIZES, "NemotronForCausalLM"),
     "seed-oss": Architecture("seed_oss", SIZES, "SeedOssForCausalLM"),
@@ -734,6 +878,8 @@ ARCHITECTURES: dict[str, Architecture] = {
             "topk_group": 1,
             "first_k_dense_replace": 1,
             "moe_layer_freq": 1,
+            "topk_method": "noaux_tc",
+            "scoring_func": "sigmoid",
         },
         "Dots1ForCausalLM",
     ),
@@ -811,13 +957,19 @@ ARCHITECTURES: dict[str, Architecture] = {
     "bamba": Architecture("bamba", {**NO_HEAD_DIM, **MAMBA, "attn_layer_indices": [1, 4]}, "BambaForCausalLM"),
     "lfm-2": Architecture(
         "lfm2",
-        {**NO_HEAD_DIM, "layer_types": ["conv", "full_attention"] * 3, "block_auto_adjust_ff_dim": False},
+        {
+            **NO_HEAD_DIM,
+            "layer_types": ["conv", "full_attention"] * 3,
+            "block_auto_adjust_ff_dim": False,
+            "conv_dim": 128,
+        },
         "Lfm2ForCausalLM",
     ),
     "longcat-flash": Architecture(
         "longcat_flash",
         {
             **LATENT,
+            **FULL_HEADS,
             "num_layers": 3,
             "num_hidden_layers": 6,
             "ffn_hidden_size": 256,
@@ -826,6 +978,6 @@ ARCHITECTURES: dict[str, Architecture] = {
             "zero_expert_num": 2,
         },
         "LongcatFlashForCausalLM",
-        environment=MLA,
+        dtype="bfloat16",
     ),
 }

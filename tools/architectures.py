@@ -1,6 +1,6 @@
 """Try architectures one by one: a small seeded random checkpoint, the original generator, every row judged.
 
-    python tools/architectures.py [NAME ...] [--out docs/architectures] [--timeout SECONDS]
+    python tools/architectures.py [NAME ...] [--out docs/architectures] [--timeout SECONDS] [--jobs N]
 
 Each architecture runs in a process of its own: a checkpoint is built from the architecture's own configuration class, saved,
 loaded through the unmodified ``VllmHiddenStatesGenerator``, and every row of every layer is compared with Transformers'
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
 import math
 import os
@@ -22,8 +23,10 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +50,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help=f"of {', '.join(ARCHITECTURES)}; default: all without a result")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--timeout", type=float, default=300, help="seconds for one architecture")
+    parser.add_argument("--jobs", type=int, default=1, help="architectures at a time; on GPUs they are shared out")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
@@ -54,28 +58,48 @@ def main() -> int:
     from cell import versions
 
     about = {key: versions()[key] for key in ("vllm", "speculators", "torch", "transformers", "python", "machine")}
-    names = arguments.names or [name for name in ARCHITECTURES if not result_file(arguments.out, name, about).exists()]
-    status = 0
-    for name in names:
+    found = gpus()
+    about["device"] = found[0] if found else "cpu"
+    turn = itertools.cycle(range(len(found) or 1))
+    given = threading.Lock()
+
+    def run(name: str) -> str:
+        with given:  # as many GPUs as there are ranks, the next ones in turn
+            mine = [next(turn) for _ in range(ARCHITECTURES[name].ranks)] if found else []
         result = {
             "name": name,
             **about,
             "architecture": ARCHITECTURES[name].title,
-            **supervise(name, arguments.timeout),
+            **supervise(name, arguments.timeout, mine),
         }
         path = result_file(arguments.out, name, about)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         print(f"{name}: {result['state']}; {result['note']} ({result['seconds']} s)", flush=True)
-        status |= result["state"] == "wrong"
-    return status
+        return str(result["state"])
+
+    names = arguments.names or [name for name in ARCHITECTURES if not result_file(arguments.out, name, about).exists()]
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        return int("wrong" in list(pool.map(run, names)))
+
+
+def gpus() -> list[str]:
+    """Names of the GPUs, asked of the driver's tool: this process must not start CUDA before its children."""
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return []
+    return done.stdout.split("\n")[:-1]
 
 
 def result_file(folder: Path, name: str, about: dict[str, Any]) -> Path:
-    return folder / f"{name}-vllm-{about['vllm']}-speculators-{about['speculators']}.json"
+    device = "" if about["device"] == "cpu" else "-" + re.sub(r"\W+", "-", about["device"].lower())
+    return folder / f"{name}-vllm-{about['vllm']}-speculators-{about['speculators']}{device}.json"
 
 
-def supervise(name: str, timeout: float) -> dict[str, Any]:
+def supervise(name: str, timeout: float, gpus: list[int]) -> dict[str, Any]:
     """Run one architecture in a child process; a crash or a hang is a result too."""
     began = time.monotonic()
     environment = {
@@ -87,6 +111,8 @@ def supervise(name: str, timeout: float) -> dict[str, Any]:
         **ARCHITECTURES[name].environment,
         "PYTHONDONTWRITEBYTECODE": "",
     }
+    if gpus:  # Triton's own default rounds float32 to tf32
+        environment |= {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)), "TRITON_F32_DEFAULT": "ieee"}
     found: dict[str, Any] = {"state": "not run", "note": ""}
     with tempfile.TemporaryFile("w+", errors="replace") as stderr:
         try:
@@ -121,7 +147,7 @@ def supervise(name: str, timeout: float) -> dict[str, Any]:
 
 def check(architecture: Architecture) -> int:
     sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
-    found: dict[str, Any] = {"dtype": architecture.dtype, "device": "cpu", "environment": architecture.environment}
+    found: dict[str, Any] = {"dtype": architecture.dtype, "environment": architecture.environment}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         try:
@@ -139,6 +165,13 @@ def batches() -> list[list[list[int]]]:
     return [[[rng.randrange(3, VOCABULARY - 16) for _ in range(length)] for length in lengths] for lengths in BATCHES]
 
 
+def share() -> float:
+    """Part of the device's memory for an engine. Several of them may run on one GPU."""
+    import torch
+
+    return 0.04 if torch.cuda.is_available() else 0.3
+
+
 def extract(architecture: Architecture, path: Path) -> dict[str, Any]:
     import spec_vllm_compat
 
@@ -148,7 +181,10 @@ def extract(architecture: Architecture, path: Path) -> dict[str, Any]:
     original, smallest = module.ModelConfig, getattr(module, "MIN_MAX_BATCHED_TOKENS", None)
     module.ModelConfig = lambda **keywords: original(**{**keywords, "dtype": architecture.dtype})
     more: dict[str, Any] = {"tensor_parallel_size": architecture.ranks}
-    if architecture.expert_parallel:  # which the generator has no argument for
+    if architecture.additional:  # the generator has no argument for it
+        config = module.VllmConfig
+        module.VllmConfig = lambda **keywords: config(**keywords, additional_config=architecture.additional)
+    if architecture.expert_parallel:
         parallel = module.ParallelConfig
         module.ParallelConfig = lambda **keywords: parallel(**keywords, enable_expert_parallel=True)
     if smallest is not None:
@@ -159,7 +195,7 @@ def extract(architecture: Architecture, path: Path) -> dict[str, Any]:
     layers = list(range(architecture.layers))
     try:
         generator = module.VllmHiddenStatesGenerator(
-            str(path), layer_ids=layers, max_model_len=256, gpu_memory_utilization=0.3, **more
+            str(path), layer_ids=layers, max_model_len=256, gpu_memory_utilization=share(), **more
         )
         results = [result for batch in batches() for result in generator.generate(batch)]
     except Exception as error:  # noqa: BLE001 - whatever it is, it is the outcome
@@ -172,6 +208,7 @@ def extract(architecture: Architecture, path: Path) -> dict[str, Any]:
         if generator is not None:
             session = generator.executor.session
             said = {"container": session.capturing.container, "output": session.meaning}
+            said["model_runner"] = session.ask(generator.executor, "identify")[0].model_runner
             generator.executor.shutdown()
     prompts = [ids for batch in batches() for ids in batch]
     return {**said, **judge(architecture, path, prompts, results)}
@@ -225,10 +262,11 @@ import json, os, sys
 from vllm import LLM, SamplingParams
 
 def main():
-    path, dtype, prompts, top, out, step = json.load(sys.stdin)
+    path, dtype, prompts, top, out, step, share = json.load(sys.stdin)
     llm = LLM(
         path, dtype=dtype, enforce_eager=True, max_model_len=256, max_logprobs=top, trust_remote_code=True,
         max_num_batched_tokens=step, enable_chunked_prefill=True, enable_prefix_caching=False, max_num_seqs=32,
+        gpu_memory_utilization=share, kv_cache_memory_bytes=1 << 30,
     )
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=top)
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
@@ -251,7 +289,7 @@ def second_opinion(path: Path, prompts: list[list[int]], results: list[Any], ref
     out = path / "logprobs.json"
     done = subprocess.run(
         [sys.executable, "-c", VLLM],
-        input=json.dumps([str(path), "float32", prompts, TOP, str(out), STEP]),
+        input=json.dumps([str(path), "float32", prompts, TOP, str(out), STEP, share()]),
         env={**os.environ, "VLLM_PLUGINS": ""}, capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
     if done.returncode:

@@ -34,6 +34,10 @@ def find_decoder_layers(model: nn.Module, count: int) -> tuple[str, nn.ModuleLis
     """
     lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     fitting = {name: module for name, module in lists.items() if len(module) == count}
+    first = {tuple(map(id, module)): name for name, module in reversed(fitting.items())}
+    fitting = {
+        name: fitting[name] for name in fitting if name in first.values()
+    }  # Gemma 3n has slices of its list, too
     outermost = {
         name: module
         for name, module in fitting.items()
