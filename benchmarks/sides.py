@@ -295,7 +295,7 @@ class VllmExtract:
         self.llm = LLM(
             model,
             load_format="dummy" if options["dummy"] else "auto",
-            dtype="bfloat16",
+            dtype=options.get("dtype", "bfloat16"),
             max_model_len=options["max_length"] + 2,
             max_num_batched_tokens=max(8192, options["max_length"] + 2),
             max_num_seqs=32,  # as speculators has it
