@@ -5,12 +5,13 @@ python benchmarks/sides.py NAME MODEL OPTIONS_JSON REPLIES_FD        commands co
 ours           generate, save and disk through speculators' generate() with spec_vllm_compat; prefill on the same engine
 hand           generate with speculators 0.3.0 repaired by hand (benchmarks/unpatched.py), sampling kept
 transformers   generate with Transformers' output_hidden_states
-vllm           generate with vLLM's own method `extract_hidden_states`, which hands rows over as files; needs no speculators
+vllm           vllm and vllm-files: vLLM's own method `extract_hidden_states`, which hands rows over as files; needs no speculators
 vllm-prefill   generate with vLLM's LLM class and one sampled token, no capture: the measure for the side above
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import random
@@ -71,6 +72,11 @@ def device_peak(_worker: Any) -> int:
     return int(peak)
 
 
+def model_runner(worker: Any) -> str:
+    """In the worker: which of vLLM's model runners it has."""
+    return type(worker.model_runner).__module__
+
+
 def end_steps_by(_worker: Any, way: str) -> None:
     """In the worker: choose how steps are ended from now on, by dropping the state or by sampling."""
     from spec_vllm_compat.worker import capture
@@ -109,6 +115,7 @@ class Engine:
         self.layers = options["layers"]
         self.compared = False
         self.pids = [os.getpid(), *(worker.proc.pid for worker in self.generator.executor.workers)]
+        self.notes = {"model_runner": self.generator.executor.collective_rpc(model_runner)[0]}
 
     def run(self, point: Point, side: str, folder: Path | None, idle: int | None) -> dict[str, Any]:
         gen = self.generator
@@ -272,64 +279,106 @@ class Transformers:
 
 
 class VllmExtract:
-    """vLLM's own extraction: rows go through its KV cache to files, one a request, and are loaded from there."""
+    """vLLM's own extraction: rows go through its KV cache to files, one a request, and are loaded from there.
+
+    Side `vllm`: the rows of a batch are loaded before the next batch begins, as generate() hands them out. Side `vllm-files`:
+    nothing is loaded, and only at the end the files still being written are waited for.
+    """
 
     def __init__(self, model: str, options: dict[str, Any], capture: bool) -> None:
+        os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # for the questions to the workers below
+        import torch
         from vllm import LLM, SamplingParams
 
-        self.capture = capture
-        self.folder = Path("/dev/shm") / f"bench-{os.getpid()}"
-        own: dict[str, Any] = {}
-        if capture:
-            # In vLLM's numbering the output of the last block has no number in every version; its neighbour costs the same.
-            aux = {
-                "eagle_aux_hidden_state_layer_ids": [
-                    min(layer + 1, options["depth"] - 1) for layer in options["layers"]
-                ]
-            }
-            own["speculative_config"] = {
-                "method": "extract_hidden_states",
-                "num_speculative_tokens": 1,
-                "draft_model_config": {"hf_config": aux},
-            }
-            own["kv_transfer_config"] = {
-                "kv_connector": "ExampleHiddenStatesConnector",
-                "kv_role": "kv_producer",
-                "kv_connector_extra_config": {"shared_storage_path": str(self.folder)},
-            }
+        self.layers = options["layers"]
+        self.folder = Path(options["folder"] or "/dev/shm") / f"bench-{os.getpid()}"
         self.llm = LLM(
             model,
             load_format="dummy" if options["dummy"] else "auto",
-            dtype="bfloat16",
+            dtype=options.get("dtype", "bfloat16"),
             max_model_len=options["max_length"] + 2,
             max_num_batched_tokens=max(8192, options["max_length"] + 2),
+            max_num_seqs=32,  # as speculators has it
             gpu_memory_utilization=options["utilization"],
             tensor_parallel_size=options["tp"],
             enforce_eager=True,
             enable_prefix_caching=False,
-            **own,
+            enable_chunked_prefill=False,  # the connector takes whole prompts; vLLM 0.22 and 0.23 insist
+            **(self._extraction(torch.cuda.is_available()) if capture else {}),
         )
-        self.sampling = SamplingParams(max_tokens=1, temperature=0.0)
-        from safetensors.torch import load_file
+        self.sampling = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+        self.notes = {"model_runner": self.llm.collective_rpc(model_runner)[0]}
 
-        connector = sys.modules.get("vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector")
-        self.load = getattr(connector, "load_hidden_states", load_file)  # newer ones write behind the caller's back
+    def _extraction(self, cuda: bool) -> dict[str, Any]:
+        import importlib
 
-    def run(self, point: Point, _side: str, _folder: Path | None, _idle: int | None) -> dict[str, Any]:
+        import safetensors.torch
+
+        name = "example_hidden_states_connector"
+        connector = importlib.import_module(f"vllm.distributed.kv_transfer.kv_connector.v1.{name}")
+        # Newer connectors write behind the caller's back, and have a function that waits for a file.
+        self.load = getattr(connector, "load_hidden_states", safetensors.torch.load_file)
+        self.locks = hasattr(connector, "load_hidden_states")
+        ids = [layer + 1 for layer in self.layers]  # vLLM counts inputs of blocks
+        return {
+            "speculative_config": {
+                "method": "extract_hidden_states",
+                "num_speculative_tokens": 1,
+                "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": ids}},
+            },
+            "kv_transfer_config": {
+                "kv_connector": "ExampleHiddenStatesConnector" if cuda else "CpuHiddenStatesConnector",
+                "kv_connector_module_path": None if cuda else "cpu_connector",
+                "kv_role": "kv_producer",
+                "kv_connector_extra_config": {"shared_storage_path": str(self.folder)},
+            },
+        }
+
+    def run(self, point: Point, side: str, _folder: Path | None, _idle: int | None) -> dict[str, Any]:
+        import psutil
+
+        if side != "vllm-prefill" and point.layers != self.layers:
+            raise ValueError(f"vLLM's own extraction was started for layers {self.layers}, not {point.layers}")
+        pids = [os.getpid(), *(process.pid for process in psutil.Process().children(recursive=True))]
+        for pid in pids:
+            forget_peak(pid)
+        self.llm.collective_rpc(device_peak)
         calls: list[float] = []
+        paths: list[str] = []
         begin = time.perf_counter()
         for batch in point.batches:
             outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in batch], self.sampling, use_tqdm=False)
-            for ids, output in zip(batch, outputs, strict=True):
-                if self.capture:
-                    rows = self.load(output.kv_transfer_params["hidden_states_path"])["hidden_states"]
-                    assert rows.shape[:2] == (len(ids), len(point.layers)), f"{tuple(rows.shape)} for {len(ids)} tokens"
+            if side != "vllm-prefill":
+                paths += [output.kv_transfer_params["hidden_states_path"] for output in outputs]
+            if side == "vllm":
+                for ids, path in zip(batch, paths[-len(batch) :], strict=True):
+                    self._check(self.load(path), ids)
             calls.append(time.perf_counter())
+        if side == "vllm-files" and self.locks:
+            for path in paths:
+                with open(f"{path}.lock") as lock:
+                    fcntl.flock(lock, fcntl.LOCK_SH)
+        end = time.perf_counter()
+        if side == "vllm-files":
+            for ids, path in zip(point.batches[-1], paths[-len(point.batches[-1]) :], strict=True):
+                self._check(self.load(path), ids)
+        written = sum(os.path.getsize(path) for path in paths)
         shutil.rmtree(self.folder, ignore_errors=True)
         return {
-            "seconds": calls[-1] - begin,
+            "seconds": end - begin,
             "calls": [round(b - a, 5) for a, b in zip([begin, *calls], calls, strict=False)],
+            "after_last_call": end - calls[-1],
+            "bytes_written": written,
+            "device_peak_bytes": self.llm.collective_rpc(device_peak),
+            "host_peak_bytes": [peak_memory(pid) for pid in pids],
         }
+
+    def _check(self, sample: dict[str, Any], ids: list[int]) -> None:
+        """Looks at tokens and shape only, so that no row is read: the file is mapped, not copied."""
+        rows, tokens = sample["hidden_states"], sample["token_ids"].tolist()
+        expected = (len(ids), len(self.layers))
+        if tuple(rows.shape[:2]) != expected or tokens != ids:
+            raise RuntimeError(f"rows of shape {tuple(rows.shape)}, expected {expected}; tokens equal: {tokens == ids}")
 
 
 def main() -> None:
@@ -345,14 +394,13 @@ def main() -> None:
         import torch
 
         versions = {"torch": torch.__version__}
-        for package in ("vllm", "transformers"):
+        for package in ("vllm", "transformers", "safetensors"):
             if package in sys.modules:
                 versions[package] = sys.modules[package].__version__
         cuda = torch.cuda.is_available()
         device = torch.cuda.get_device_name() if cuda else "CPU"
-        out.write(
-            json.dumps({"start_seconds": time.perf_counter() - begin, "versions": versions, "device": device}) + "\n"
-        )
+        hello = {"start_seconds": time.perf_counter() - begin, "versions": versions, "device": device}
+        out.write(json.dumps({**hello, **getattr(side, "notes", {})}) + "\n")
         points: dict[str, Point] = {}
         for line in sys.stdin:
             command = json.loads(line)

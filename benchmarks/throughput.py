@@ -13,8 +13,10 @@ Sides:
     hand               speculators 0.3.0 repaired by hand, sampling kept
     transformers       Transformers with output_hidden_states
     sample             generate, but every step ended by sampling; only in the sweep `short`
-    vllm=PYTHON        vLLM's extract_hidden_states, in the environment of another interpreter
-    vllm-prefill=PYTHON   vLLM's LLM class without capture there; the ratio of vllm=PYTHON is to this one
+    vllm=PYTHON,DIR    vLLM's extract_hidden_states, files in DIR (/dev/shm), in the environment of another interpreter (this
+                       one); the rows of a batch are loaded before the next batch begins
+    vllm-files=PYTHON,DIR   the same, nothing is loaded; the time ends when the last file is written
+    vllm-prefill=PYTHON     vLLM's LLM class without capture there; the ratios of vllm and vllm-files are to this one
 
 A model is a checkpoint (--model) or a configuration with weights made up by vLLM (--shape, changed by --hidden and
 --depth). --sweep NAME=A,B,C measures --sweep-sides over numbers of captured layers, tokens a batch, calls, or short
@@ -118,8 +120,9 @@ class Process:
 
 def _environment(name: str, python: str) -> dict[str, str]:
     variables = dict(os.environ)
-    if name.startswith("vllm"):  # its own environment: nothing of ours, no packages of this one
-        variables.pop("PYTHONPATH", None)
+    if name.startswith("vllm"):
+        if python != sys.executable:  # its own environment: nothing of ours, no packages of this one
+            variables.pop("PYTHONPATH", None)
         openmp = Path(python).parent.parent / "lib" / "libiomp5.so"
         if openmp.exists():  # on CPU, vLLM warns that its own extraction is slow without
             variables["LD_PRELOAD"] = str(openmp)
@@ -132,13 +135,25 @@ class Side:
     def __init__(self, text: str) -> None:
         self.text = text
         self.kind, _, self.argument = text.partition("=")
-        self.process = self.kind if self.kind in ("hand", "transformers", "vllm", "vllm-prefill") else "ours"
-        self.python = self.argument if self.kind.startswith("vllm") else sys.executable
+        self.own = self.kind.startswith("vllm")
+        self.process = {"vllm-files": "vllm"}.get(self.kind, self.kind)
+        if self.process not in ("hand", "transformers", "vllm", "vllm-prefill"):
+            self.process = "ours"
+        python, _, self.folder = self.argument.partition(",") if self.own else ("", "", "")
+        self.python = python or sys.executable
+        self.writes = bool(self.argument) or self.kind in ("vllm", "vllm-files")
+        #: Sides with the same key share a process.
+        self.key = (self.process, self.python, self.folder)
 
     def label(self, versions: dict[str, str]) -> str:
-        if self.kind.startswith("vllm"):
-            return f"{'extract_hidden_states' if self.kind == 'vllm' else 'LLM.generate'}, vLLM {versions['vllm']}"
-        return self.text
+        if not self.own:
+            return self.text
+        name = {
+            "vllm": "extract_hidden_states",
+            "vllm-files": "extract_hidden_states, files only",
+            "vllm-prefill": "LLM.generate",
+        }[self.kind]
+        return f"{name}, vLLM {versions['vllm']}{f', {self.folder}' if self.folder else ''}"
 
 
 def spread(values: list[float]) -> dict[str, Any]:
@@ -175,19 +190,18 @@ class Comparison:
             "utilization": options.utilization,
             "tp": options.tp,
             "dummy": options.model is None,
-            "depth": options.total_layers,
         }
         self.failed: dict[str, str] = {}
-        self.processes: dict[tuple[str, str], Process] = {}
-        self.hello: dict[tuple[str, str], dict[str, Any]] = {}
-        for key in dict.fromkeys((side.process, side.python) for side in self.sides):
-            self.processes[key] = Process(*key, model, engine)
+        self.processes: dict[tuple[str, str, str], Process] = {}
+        self.hello: dict[tuple[str, str, str], dict[str, Any]] = {}
+        for key in dict.fromkeys(side.key for side in self.sides):
+            self.processes[key] = Process(key[0], key[1], model, {**engine, "folder": key[2]})
             if not options.together:
                 self._greet(key)
         for key in self.processes:
             self._greet(key)
 
-    def _greet(self, key: tuple[str, str]) -> None:
+    def _greet(self, key: tuple[str, str, str]) -> None:
         if key not in self.hello:
             try:
                 self.hello[key] = self.processes[key].reply()
@@ -198,7 +212,7 @@ class Comparison:
             print(key[0], self.hello[key], flush=True)
 
     def label(self, side: Side) -> str:
-        return side.label(self.hello[side.process, side.python]["versions"])
+        return side.label(self.hello[side.key]["versions"])
 
     def measure(self, sides: list[Side], rounds: int, **size: Any) -> dict[str, Any]:
         """Every side ``rounds`` times, after one round that warms up; fewer when the time is up."""
@@ -211,14 +225,14 @@ class Comparison:
                 own = {**self._size(), **size}
                 if side.kind in self.options.fewer:
                     own["sequences"] = min(own["sequences"], self.options.fewer[side.kind])
-                if not number and not side.argument:  # what writes files needs its memory and its files once
+                if not number and not side.writes:  # what writes files needs its memory and its files once
                     own["sequences"] = min(own["sequences"], 2 * own["batch"])
                 folder, _, idle = side.argument.partition(",") if side.process == "ours" else ("", "", "")
                 label = self.label(side)
                 if label in self.failed:
                     continue
                 try:
-                    reply = self.processes[side.process, side.python].ask(
+                    reply = self.processes[side.key].ask(
                         side=side.kind, point=own, folder=folder or None, idle=int(idle) if idle else None
                     )
                 except (
@@ -240,7 +254,8 @@ class Comparison:
         rates = {label: [tokens[label] / one["seconds"] for one in all_] for label, all_ in replies.items() if all_}
         result: dict[str, Any] = {}
         for label, values in rates.items():
-            base = rates.get(label.replace("extract_hidden_states", "LLM.generate") if "vLLM" in label else "prefill")
+            version = re.search(r"vLLM [^,]+", label)
+            base = rates.get(f"LLM.generate, {version[0]}" if version else "prefill")
             result[label] = {"tokens": tokens[label], "tokens_per_second": spread(values)}
             if base and label != "prefill" and not label.startswith("LLM"):
                 result[label]["ratio_to_prefill"] = spread(
@@ -259,7 +274,9 @@ class Comparison:
 
     def sweep(self, name: str, values: list[int], rounds: int) -> list[dict[str, Any]]:
         wanted = {*self.options.sweep_sides, *(["sample", "hand"] if name == "short" else [])}
-        sides = [side for side in self.sides if side.kind in wanted and not side.argument]
+        sides = [side for side in self.sides if side.kind in wanted and (side.own or not side.argument)]
+        if name == "layers":  # vLLM's own extraction cannot change them once it has started
+            sides = [side for side in sides if side.process != "vllm"]
         points = []
         for value in values:
             if time.monotonic() > self.deadline:
@@ -319,7 +336,7 @@ def main() -> None:
             "options": {name: value for name, value in vars(options).items() if name not in ("out", "model", "sweep_values")},
             "bytes_a_token": config["hidden_size"] * 2 * len(options.layers),
             "processes": {f"{name}{'' if python == sys.executable else ' ' + hello['versions']['vllm']}": hello
-                          for (name, python), hello in comparison.hello.items()},
+                          for (name, python, _), hello in comparison.hello.items()},
         }  # fmt: skip
         if options.rounds:
             report["sides"] = comparison.measure(
