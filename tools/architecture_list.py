@@ -774,6 +774,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "linear_value_head_dim": 32,
         },
         "Qwen3NextForCausalLM",
+        dtype="bfloat16",  # vLLM's chunked gated delta rule takes nothing else
         additional=GATED_DELTA,
     ),
     "qwen3.5": Architecture(
@@ -787,11 +788,12 @@ ARCHITECTURES: dict[str, Architecture] = {
             "linear_value_head_dim": 32,
         },
         "Qwen3_5ForCausalLM",
+        dtype="bfloat16",  # vLLM's chunked gated delta rule takes nothing else
         additional=GATED_DELTA,
     ),
     "minimax": Architecture(
         "minimax",
-        {**SIZES, "num_local_experts": 4, "block_size": 32},
+        {**SIZES, "head_dim": 64, "num_local_experts": 4, "block_size": 32},
         "MiniMaxForCausalLM",
         finish=without_buffers,
     ),
@@ -861,7 +863,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "olmo": Architecture("olmo", {**NO_HEAD_DIM, "num_key_value_heads": 4}, "OlmoForCausalLM"),
     "olmo-3": Architecture("olmo3", {**NO_HEAD_DIM, "sliding_window": 64}, "Olmo3ForCausalLM"),
     "olmoe": Architecture("olmoe", {**NO_HEAD_DIM, "num_experts": 8, "num_experts_per_tok": 2}, "OlmoeForCausalLM"),
-    "phi": Architecture("phi", {**NO_HEAD_DIM, "num_key_value_heads": 4}, "PhiForCausalLM"),
+    "phi": Architecture("phi", {**NO_HEAD_DIM, "num_key_value_heads": 4, "intermediate_size": 512}, "PhiForCausalLM"),
     "starcoder-2": Architecture("starcoder2", {**NO_HEAD_DIM, "sliding_window": None}, "Starcoder2ForCausalLM"),
     "nemotron": Architecture("nemotron", SIZES, "NemotronForCausalLM"),
     "seed-oss": Architecture("seed_oss", SIZES, "SeedOssForCausalLM"),
