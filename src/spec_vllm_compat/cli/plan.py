@@ -15,7 +15,7 @@ import click
 
 from spec_vllm_compat._version import __version__
 from spec_vllm_compat.cli.convert import RECORD as CONVERSION
-from spec_vllm_compat.cli.progress import human
+from spec_vllm_compat.cli.progress import counted, human, shown
 from spec_vllm_compat.cli.samples import Prepared, Sample
 from spec_vllm_compat.cli.store import (
     check_sample,
@@ -25,7 +25,7 @@ from spec_vllm_compat.cli.store import (
     read_json,
     sample_path,
     write_json,
-)  # fmt: skip
+)
 from spec_vllm_compat.cli.target import TargetModel
 from spec_vllm_compat.errors import CompatError
 from spec_vllm_compat.layer_ids import MEANING
@@ -92,13 +92,8 @@ class Plan:
             raise CompatError(f"{self.root} was written by convert. Take another --output-dir.")
         if samples and not manifests:
             raise CompatError(
-                f"{self.root} holds {len(samples)} samples and no manifest: something else wrote them. "
+                f"{self.root} holds {counted(len(samples), 'sample')} and no manifest: something else wrote them. "
                 "`verify` tells what they are worth; extract into another --output-dir."
-            )
-        if samples and not self.options.resume and self.options.num_shards == 1:
-            raise CompatError(
-                f"--no-resume wants an empty directory, and {self.root} holds {len(samples)} samples. "
-                "Leave it out to go on with them, or use another --output-dir."
             )
         other_data = False
         for path, manifest in manifests.items():
@@ -135,7 +130,7 @@ class Plan:
             if problems:
                 missing.append(sample)
                 wrong.append(f"{path.name}: {problems[0][1]}")
-        for text in [*wrong[:5], *([f"{len(wrong) - 5} more"] if len(wrong) > 5 else [])]:
+        for text in shown(wrong, 5):
             click.echo(f"extracting again: {text}", err=True)
         return missing
 
@@ -144,7 +139,9 @@ class Plan:
         width = len(self.layer_ids) * self.target.hidden_size * (4 if self.dtype == "float32" else 2) + 16
         need = sum(len(sample.input_ids) * width + 4096 for sample in missing)
         free = shutil.disk_usage(self.root).free
-        click.echo(f"to extract: {len(missing)} of {len(self.own)} samples, {human(need)}; {human(free)} are free")
+        click.echo(
+            f"to extract: {len(missing)} of {counted(len(self.own), 'sample')}, {human(need)}; {human(free)} are free"
+        )
         if need > free * 0.98:
             raise CompatError(
                 f"{self.root}: expected {human(need)} of free disk; found {human(free)}. Free some, "
@@ -159,7 +156,6 @@ class Plan:
 
     def data_config(self) -> Any:
         """speculators' own configuration; what it asks of a generator is known before there is one."""
-        import spec_vllm_compat  # noqa: F401, I001 - before speculators
         from speculators.data_generation.config_generator import DataGenerationConfig
 
         options = self.options
