@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,28 +14,12 @@ from spec_vllm_compat.worker.layers import find_decoder_layers
 TOLERANCE = 0.1
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """``far`` and ``own_far`` count rows beyond the tolerance; ``wrong`` holds (index of the sample, what is wrong)."""
-
-    rows: int
-    worst: float
-    median: float
-    far: int
-    own_far: int
-    wrong: list[tuple[int, str]]
-
-    @property
-    def sentence(self) -> str:
-        text = f"{counted(self.rows, 'row')}, relative error {self.median:.2g} (median), {self.worst:.2g} (worst)"
-        theirs = f"{self.own_far} of Transformers' own run in the samples' dtype"
-        return f"{text}; {counted(self.far, 'row')} off by more than {TOLERANCE}, {theirs}" if self.far else text
-
-
 def compare(
     model_path: str, samples: Sequence[dict[str, Any]], layer_ids: Sequence[int], *, trust_remote_code: bool = False
-) -> Comparison:
+) -> tuple[str, list[tuple[int, str]]]:
     """Compare rows with a float32 run of the same weights, one sequence at a time.
+
+    Returns a sentence, and what is wrong: (index of the sample, text).
 
     In bfloat16 some rows are far off with any engine: large activations, or another expert chosen between two close
     ones. So where rows are beyond ``TOLERANCE``, Transformers is run in the dtype of the samples too, and as many again
@@ -64,7 +47,10 @@ def compare(
                     for index, count in enumerate(ours)
                     if count
                 ]
-    return Comparison(len(every), float(every.max()), float(every.median()), far, own_far, wrong)
+    text = f"{counted(len(every), 'row')}, relative error {every.median():.2g} (median), {every.max():.2g} (worst)"
+    if far:
+        text += f"; {counted(far, 'row')} off by more than {TOLERANCE}, {own_far} of Transformers' own run in the samples' dtype"
+    return text, wrong
 
 
 def _beyond(errors: torch.Tensor) -> int:

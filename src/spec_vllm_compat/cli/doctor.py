@@ -240,21 +240,19 @@ def _devices(seen: dict[str, Any]) -> Finding:
 
 def _shared_memory() -> Finding:
     try:
-        usage = shutil.disk_usage("/dev/shm")
+        free = shutil.disk_usage("/dev/shm").free
     except OSError as error:
         reason = f"/dev/shm cannot be used: {error}"
         return Finding("dev_shm", "fail", reason, "vLLM's processes talk through it; mount it.")
-    text = f"/dev/shm: {human(usage.free)} of {human(usage.total)} free"
-    if usage.free < 1e9:
-        return Finding("dev_shm", "warn", text, "Containers start with 64 MB; use --ipc=host or --shm-size=8g.")
-    return Finding("dev_shm", "ok", text)
+    return _space("dev_shm", "/dev/shm", free, 1e9, "Containers start with 64 MB; use --ipc=host or --shm-size=8g.")
 
 
 def _disk(folder: Path) -> Finding:
     place = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
-    free = shutil.disk_usage(place).free
+    remedy = "An 8B model with four layers writes 32 KB a token; `preflight` computes it."
+    return _space("disk", str(place), shutil.disk_usage(place).free, 10e9, remedy)
+
+
+def _space(name: str, place: str, free: int, least: float, remedy: str) -> Finding:
     text = f"{human(free)} free at {place}"
-    if free < 10e9:
-        remedy = "An 8B model with four layers writes 32 KB a token; `preflight` computes it."
-        return Finding("disk", "warn", text, remedy)
-    return Finding("disk", "ok", text)
+    return Finding(name, "warn", text, remedy) if free < least else Finding(name, "ok", text)

@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from spec_vllm_compat.cli.plan import Plan, now
+from spec_vllm_compat.cli.plan import WINDOW, Plan, batches, now
 from spec_vllm_compat.cli.progress import Progress, clock, counted, human
 from spec_vllm_compat.cli.samples import Sample
 from spec_vllm_compat.cli.store import write_sample
@@ -101,7 +101,7 @@ class Job:
         writing: deque[tuple[Sample, Future[int]]] = deque()  # beside the extraction; memory stays bounded
         with ThreadPoolExecutor(4, "write") as pool:
             try:
-                for batch in self.plan.batches():
+                for batch in batches(self.plan.own, self.options.batch_size, self.options.shard_size or WINDOW):
                     # The whole batch, also for one hole in it: rounding depends on what is computed together, and so a
                     # job that was broken off ends with the same bytes as one that was not.
                     if not wanted.intersection(sample.number for sample in batch):

@@ -170,9 +170,6 @@ class Plan:
         )  # fmt: skip
         return config.to_dict()
 
-    def batches(self) -> Iterator[list[Sample]]:
-        return batches(self.own, self.options.batch_size, self.options.shard_size or WINDOW)
-
     def write_manifest(self) -> None:
         self.manifest_written = time.monotonic()
         write_json(self.manifest_path, self.manifest)

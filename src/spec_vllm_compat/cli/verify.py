@@ -6,7 +6,6 @@ import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +71,7 @@ class File:
     rows: int = 0
     layers: int = 0
     kind: str = ""
-    ids_hash: str = ""
+    ids_hash: int = 0
 
 
 @click.command("verify", help=HELP, short_help="Check extracted samples.")
@@ -180,7 +179,7 @@ class Verification:
             file.tokens, file.mask, file.layers = len(ids), len(sample["loss_mask"]), len(states)
             file.rows, width = states[0].shape
             file.kind = f"{counted(len(states), 'layer')} of {width} {str(states[0].dtype).removeprefix('torch.')}"
-            file.ids_hash = _hash(ids)
+            file.ids_hash = hash(tuple(ids.tolist()))
         return file
 
     def _judge(self) -> None:
@@ -192,7 +191,7 @@ class Verification:
         if len(kinds) > 1:
             self.problem("mixed", f"files differ: {', '.join(kinds)}")
         self._look_for_holes()
-        same: dict[str, list[int]] = {}
+        same: dict[int, list[int]] = {}
         for file in good:
             same.setdefault(file.ids_hash, []).append(file.number)
         repeated = [" = ".join(f"data_{n}" for n in numbers[:4]) for numbers in same.values() if len(numbers) > 1]
@@ -238,7 +237,7 @@ class Verification:
         limit = next(iter(self.manifests.values()))["identity"]["max_seq_len"] if self.manifests else 1 << 30
         tokenize = prepared_data.tokenizer_of(model_path or "", limit)
         prepared = prepared_data.read(path, max_length=limit, vocab_size=1 << 31, seed=seed, tokenize=tokenize)
-        places = {_hash(sample.input_ids): sample.number for sample in prepared.samples}
+        places = {hash(tuple(sample.input_ids)): sample.number for sample in prepared.samples}
         by_number = {sample.number: sample for sample in prepared.samples}
         moved: dict[int, int] = {}
         for number, file in self.found.items():
@@ -277,11 +276,11 @@ class Verification:
         if not chosen:
             raise CompatError(f"{self.root}: expected at least one sound sample to recompute; found none")
         samples = [torch.load(file.path, map_location="cpu", weights_only=True) for file in chosen]
-        found = compare(model_path, samples, self.layer_ids, trust_remote_code=trust_remote_code)
-        for index, text in found.wrong:
+        sentence, wrong = compare(model_path, samples, self.layer_ids, trust_remote_code=trust_remote_code)
+        for index, text in wrong:
             self.problem("numbers", "rows are not those of the model", f"data_{chosen[index].number}: {text}")
         numbers = ", ".join(str(file.number) for file in chosen)
-        self.notes.append(f"recomputed with Transformers: samples {numbers}; {found.sentence}")
+        self.notes.append(f"recomputed with Transformers: samples {numbers}; {sentence}")
 
     # -- the result ------------------------------------------------------------------------------------------------
 
@@ -315,9 +314,3 @@ class Verification:
             f"{counted(len(self.problems), 'kind')} of problem" if self.problems else "nothing wrong was found"
         )
         return "\n".join(lines)
-
-
-def _hash(ids: Any) -> str:
-    import numpy
-
-    return sha256(numpy.asarray(ids, dtype=numpy.int64).tobytes()).hexdigest()

@@ -41,7 +41,7 @@ def randomise(model: torch.nn.Module) -> None:
             beside = {parameter.dtype for parameter in model.get_submodule(module).parameters(recurse=False)}
             weight.fill_(next((scale for dtype, scale in SCALES.items() if dtype in beside), 0.04))
         elif not weight.is_floating_point():
-            if leaf in ("g_idx", "weight_g_idx", "weight_shape"):
+            if leaf.endswith(("g_idx", "weight_shape")):
                 weight.zero_()
             else:
                 limits = torch.iinfo(weight.dtype)
