@@ -409,13 +409,14 @@ def test_the_error_of_a_worker_is_found_in_what_it_said(tmp_path, capfd):
     os.write(1, b"before\n")
     with log.open("wb", buffering=0) as file, _written_to(os.dup(file.fileno())):
         said = "(Worker pid=7) ERROR 11-30 16:24:36 [multiproc_executor.py:783] "
-        code = f"print({said!r} + '  File x'); print({said!r} + 'KeyError: model.layers.1'); print('[W] later')"
+        place = '  File "/x/site-packages/vllm/y.py", line 3, in load'
+        code = f"print({said!r} + {place!r}); print({said!r} + 'KeyError: model.layers.1'); print('[W] later')"
         os.write(1, b"within\n")
         subprocess.run([sys.executable, "-c", code], check=True)
     os.write(1, b"after\n")
     assert capfd.readouterr().out == "before\nafter\n"
     assert log.read_text().startswith("within\n")
-    assert _last_error(log) == "KeyError: model.layers.1"
+    assert _last_error(log) == "KeyError: model.layers.1 (vllm/y.py:3, load)"
     log.write_text("nothing")
     assert _last_error(log) == "no error of it was seen"
 

@@ -137,9 +137,14 @@ def _written_to(handle: int) -> Iterator[None]:
 
 
 def _last_error(log: Path) -> str:
-    """The last error that a worker logged, without what vLLM puts before each line."""
-    said = re.findall(r"\] ((?:\w+\.)*\w*(?:Error|Exception)\b.*)", log.read_text(encoding="utf-8", errors="replace"))
-    return f"{said[-1]:.700}" if said else "no error of it was seen"
+    """The last error that a worker logged and where it was raised, without what vLLM puts before each line."""
+    said = log.read_text(encoding="utf-8", errors="replace")
+    errors = list(re.finditer(r"\] ((?:\w+\.)*\w*(?:Error|Exception)\b.*)", said))
+    if not errors:
+        return "no error of it was seen"
+    places = re.findall(r'\]\s+File "(?:.*site-packages/)?(.*)", line (\d+), in (.*)', said[: errors[-1].start()])
+    place = " ({}:{}, {})".format(*places[-1]) if places else ""
+    return f"{errors[-1][1]:.700}{place}"
 
 
 def _quantisation(target: TargetModel) -> str:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from spec_vllm_compat.cli.progress import counted
 from spec_vllm_compat.cli.shrink import VOCABULARY, shrink
@@ -36,13 +37,13 @@ class Trial:
         self.config = small or deepcopy(target.config)
         self.quantized = False
         for part in (self.config, text_part(self.config)):
+            part["dtype"] = part["torch_dtype"] = target.dtype  # the name before Transformers 4.56
             if not quantized:
                 part.pop("quantization_config", None)
             elif method := part.get("quantization_config"):
                 self.quantized = True
                 if method.get("quant_method") == "gptq":  # else vLLM looks into the checkpoint, and there is none
                     method.setdefault("modules_in_block_to_quantize", ["proj"])
-        self.dtype = text_part(self.config)["dtype"] = self.config["dtype"] = target.dtype
         place.mkdir(parents=True, exist_ok=True)
         (place / "config.json").write_text(json.dumps(self.config, indent=1))
         for file in target.folder.iterdir() if target.folder else ():
@@ -61,7 +62,7 @@ class Trial:
         try:
             name = self.config["architectures"][0]
             model = random_model(str(self.place), name, trust_remote_code=self.trust_remote_code)
-            model.to(getattr(torch, self.dtype)).save_pretrained(self.place)
+            model.to(getattr(torch, self.config["dtype"])).save_pretrained(self.place)
         except (ValueError, KeyError, AttributeError, ImportError, TypeError) as error:
             why = (str(error).splitlines() or [type(error).__name__])[0]
             self.lines.append(f"weights    random, made in vLLM: Transformers cannot make them ({why:.80})")
@@ -73,13 +74,19 @@ class Trial:
         """Construct, generate, compare. Raises what stops it."""
         from speculators.data_generation import vllm_hidden_states_generator as module
 
+        from spec_vllm_compat.cli.logprobs import FORMAT
+        from spec_vllm_compat.cli.weights import RandomWeights
+
         text = text_part(self.config)
         count = text["num_hidden_layers"]
         layers = sorted({0, count // 2, count - 1}) if self.full else list(range(count))
         draw = random.Random(1)
         top = min(text["vocab_size"], VOCABULARY) - 32
         batches = [[[draw.randrange(3, top) for _ in range(n)] for n in lengths] for lengths in BATCHES]
-        with _trial_settings(module, random_weights=not self.known):
+        settings: dict[str, Any] = {"MIN_MAX_BATCHED_TOKENS": STEP}
+        if not self.known:  # no checkpoint, so our loader; speculators builds ``LoadConfig()``
+            settings["LoadConfig"] = partial(RandomWeights, load_format=FORMAT)
+        with patch.multiple(module, **settings):
             generator = module.VllmHiddenStatesGenerator(
                 str(self.place), layer_ids=layers, max_model_len=STEP, tensor_parallel_size=self.tp_size,
                 gpu_memory_utilization=memory if self.full else min(memory, 0.3),
@@ -183,19 +190,3 @@ def _tokenizer(place: Path, size: int) -> None:
     PreTrainedTokenizerFast(
         tokenizer_object=words, bos_token="t0", eos_token="t1", pad_token="t1", unk_token="t2"
     ).save_pretrained(place)
-
-
-@contextmanager
-def _trial_settings(module: Any, *, random_weights: bool) -> Iterator[None]:
-    """Small steps; and, where no weights could be written, our loader: speculators builds ``LoadConfig()``."""
-    step, load = module.MIN_MAX_BATCHED_TOKENS, module.LoadConfig
-    module.MIN_MAX_BATCHED_TOKENS = STEP
-    if random_weights:
-        from spec_vllm_compat.cli.logprobs import FORMAT
-        from spec_vllm_compat.cli.weights import RandomWeights
-
-        module.LoadConfig = lambda: RandomWeights(load_format=FORMAT)
-    try:
-        yield
-    finally:
-        module.MIN_MAX_BATCHED_TOKENS, module.LoadConfig = step, load
