@@ -293,10 +293,10 @@ def test_a_small_copy_can_be_shared_by_devices_and_fits_the_kernels_of_quantised
     assert shared["moe_intermediate_size"] // 8 == 128
     for width in (56, 64, 80, 96, 100, 128):  # DeepSeek-V3 names no head_dim: 7168 / 128 is 56
         full = {**FULL, "head_dim": None, "hidden_size": 32 * width}
-        small = shrink(full, keep_vocabulary=False)
+        small = shrink(full, keep_vocabulary=False, tp_size=4)
         assert small["hidden_size"] == small["num_attention_heads"] * width
-        assert not small["hidden_size"] % 128
-        assert not small["intermediate_size"] % 128
+        assert not small["hidden_size"] // 4 % 128
+        assert not small["intermediate_size"] // 4 % 128
 
 
 def test_shrinking_inside_a_vision_wrapper():

@@ -84,7 +84,7 @@ def _layers(text: dict[str, Any]) -> int:
 
 
 def _heads(text: dict[str, Any], tp_size: int) -> None:
-    """Fewer heads of the same width: kernels know only some widths."""
+    """Fewer heads of the same width: kernels know only some widths. Each device has as many."""
     if "num_attention_heads" not in text:
         raise CompatError(
             "expected a model with attention heads, whose number can be made smaller; found none in the configuration. "
@@ -93,10 +93,10 @@ def _heads(text: dict[str, Any], tp_size: int) -> None:
     heads = text["num_attention_heads"]
     width = text.get("head_dim") or text["hidden_size"] // heads
     shared = heads // max(1, text.get("num_key_value_heads") or heads)
-    few = HEADS * tp_size
-    while few * width % BLOCK:
-        few *= 2
-    text["num_attention_heads"] = few
+    each = HEADS
+    while each * width % BLOCK:
+        each *= 2
+    text["num_attention_heads"] = few = each * tp_size
     if "num_key_value_heads" in text:
         text["num_key_value_heads"] = few if shared == 1 else few // 2
     text["hidden_size"] = few * width
