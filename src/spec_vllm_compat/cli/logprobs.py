@@ -27,10 +27,13 @@ def of_vllm(generator: Any, prompts: Sequence[list[int]], *, random_weights: boo
     """
     out = Path(generator.model_path, "logprobs.json")
     variables = {**os.environ, "SPEC_VLLM_COMPAT": "off", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    config = generator.vllm_config
     settings = {
         "model": generator.model_path,
         "load_format": FORMAT if random_weights else "auto",
-        "gpu_memory_utilization": generator.vllm_config.cache_config.gpu_memory_utilization,
+        "gpu_memory_utilization": config.cache_config.gpu_memory_utilization,
+        # Operators that give wrong rows (patch set cpu_operators) are left out here too: a setting of vLLM's own.
+        "compilation_config": {"custom_ops": [op for op in config.compilation_config.custom_ops if op.startswith("-")]},
     }
     asked = json.dumps({"settings": settings, "prompts": prompts, "out": str(out)})
     command = [sys.executable, "-m", "spec_vllm_compat.cli.logprobs"]

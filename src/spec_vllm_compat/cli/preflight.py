@@ -107,10 +107,12 @@ def _try(target: TargetModel, memory: float, **how: Any) -> tuple[list[str], str
             text = str(error).strip().split("\n\n")[0]
             if "WorkerProc initialization failed" in text:
                 text = f"a worker did not start: {_last_error(Path(log))}"
+            elif "Please check the logs" in text:
+                text = f"vLLM cannot make the model: {_last_error(Path(log))}"
             else:
                 text = f"{type(error).__name__}: {text:.700}"
-            if "does not recognize this architecture" in text:
-                text += "\n  MODEL must be the folder with the model's own code; its config.json is not enough"
+            if "does not recognize this architecture" in text or "preprocessor_config.json" in text:
+                text += "\n  MODEL must be the model's folder, with its own code and processors; its config.json is not enough"
             return trial.lines if trial else [], f"{text}\n  what vLLM said is in {log}"
     os.unlink(log)
     return trial.lines, None
