@@ -21,6 +21,12 @@ from spec_vllm_compat.cli.target import TargetModel, random_model, read_target, 
 
 CACHE_MEMORY_FRACTION = 0.2  # speculators 0.3 and 0.4
 DOES_NOT_FIT = ": it does NOT fit"
+#: Words of errors whose cause vLLM has only logged, and what they mean.
+SAID_ELSEWHERE = {
+    "WorkerProc initialization failed": "a worker did not start",
+    "check the stack trace": "a worker failed",
+    "check the logs": "vLLM cannot make the model",
+}
 
 HELP = """Try MODEL (a folder, a config.json, or a hub id that is in the cache) before the long load.
 
@@ -105,12 +111,8 @@ def _try(target: TargetModel, memory: float, **how: Any) -> tuple[list[str], str
                 trial.run(memory)
         except Exception as error:  # noqa: BLE001 - whatever stops it is the answer
             text = str(error).strip().split("\n\n")[0]
-            if "WorkerProc initialization failed" in text:
-                text = f"a worker did not start: {_last_error(Path(log))}"
-            elif "Please check the logs" in text:
-                text = f"vLLM cannot make the model: {_last_error(Path(log))}"
-            else:
-                text = f"{type(error).__name__}: {text:.700}"
+            elsewhere = next((what for words, what in SAID_ELSEWHERE.items() if words in text), None)
+            text = f"{elsewhere}: {_last_error(Path(log))}" if elsewhere else f"{type(error).__name__}: {text:.700}"
             if "does not recognize this architecture" in text or "preprocessor_config.json" in text:
                 text += "\n  MODEL must be the model's folder, with its own code and processors; its config.json is not enough"
             return trial.lines if trial else [], f"{text}\n  what vLLM said is in {log}"
@@ -214,6 +216,6 @@ def _weights(target: TargetModel, trust_remote_code: bool) -> tuple[float | None
             architecture = target.config["architectures"][0]
             model = random_model(target.path, architecture, trust_remote_code=trust_remote_code)
     except Exception:  # noqa: BLE001 - an estimate is not worth a failure
-        return None, "weights unknown: no files, and Transformers does not know the architecture"
+        return None, "weights unknown: no files, and Transformers cannot count them"
     note = ", before quantisation" if _quantisation(target) else ""
     return model.num_parameters() * 2.0, f"counted by Transformers, 2 bytes each{note}"
