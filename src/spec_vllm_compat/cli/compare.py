@@ -49,7 +49,7 @@ def compare(
                 ]
     text = f"{counted(len(every), 'row')}, relative error {every.median():.2g} (median), {every.max():.2g} (worst)"
     if far:
-        text += f"; {counted(far, 'row')} off by more than {TOLERANCE}, {own_far} of Transformers' own run in the samples' dtype"
+        text += f"; {counted(far, 'row')} off by more than {TOLERANCE}, {own_far:,} of Transformers' own run in the samples' dtype"
     return text, wrong
 
 
