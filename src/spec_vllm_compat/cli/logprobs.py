@@ -32,8 +32,8 @@ def of_vllm(generator: Any, prompts: Sequence[list[int]], *, random_weights: boo
         "model": generator.model_path,
         "load_format": FORMAT if random_weights else "auto",
         "gpu_memory_utilization": config.cache_config.gpu_memory_utilization,
-        # Operators that give wrong rows (patch set cpu_operators) are left out here too: a setting of vLLM's own.
-        "compilation_config": {"custom_ops": [op for op in config.compilation_config.custom_ops if op.startswith("-")]},
+        # A setting of vLLM's own: operators that give wrong rows (patch set cpu_operators) are left out here too.
+        "compilation_config": {"custom_ops": config.compilation_config.custom_ops},
     }
     asked = json.dumps({"settings": settings, "prompts": prompts, "out": str(out)})
     command = [sys.executable, "-m", "spec_vllm_compat.cli.logprobs"]
