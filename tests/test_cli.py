@@ -1,4 +1,4 @@
-"""`run`, `doctor`, `env` and the frame of the command line. No model and, but for the marked ones, no vLLM."""
+"""`run`, `doctor`, `preflight` and the frame of the command line. No model and, but for the marked ones, no vLLM."""
 
 from __future__ import annotations
 
@@ -65,20 +65,12 @@ def test_wrong_usage_is_two_at_once(arguments):
     assert not imported & HEAVY
 
 
-@pytest.mark.parametrize("command", [[], ["doctor"], ["preflight"], ["extract"], ["verify"], ["run"], ["env"]])
+@pytest.mark.parametrize("command", [[], ["doctor"], ["preflight"], ["extract"], ["verify"], ["convert"], ["run"]])
 def test_help_loads_nothing_heavy(command):
     status, imported = modules_of(*command, "--help")
     assert status == 0
     assert "click" in imported
     assert not imported & HEAVY
-
-
-def test_env():
-    done = call("env", VLLM_API_KEY="secret", VLLM_PLUGINS="x")
-    assert done.returncode == 0
-    assert "spec_vllm_compat" in done.stdout
-    assert "VLLM_PLUGINS" in done.stdout
-    assert "secret" not in done.stdout
 
 
 # -- run ---------------------------------------------------------------------------------------------------------------
@@ -205,6 +197,16 @@ def test_doctor_shut_out_by_vllm_plugins(findings, monkeypatch):
     assert found.remedy
 
 
+def test_doctor_names_variables_and_no_secret(findings, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
+    found = findings()
+    assert "VLLM_LOGGING_LEVEL=DEBUG" in found["variables"].reason
+    assert "secret" not in str(found)
+    assert "CPU" in found["system"].reason
+    assert "triton " in found["packages"].reason
+
+
 def test_doctor_switched_off(findings, monkeypatch):
     monkeypatch.setenv("SPEC_VLLM_COMPAT", "off")
     assert findings()["switch"].status == "fail"
@@ -283,6 +285,20 @@ def test_shrinking_keeps_every_kind_of_layer():
     assert FULL["num_hidden_layers"] == 48
 
 
+def test_a_small_copy_can_be_shared_by_devices_and_fits_the_kernels_of_quantised_weights():
+    from spec_vllm_compat.cli.shrink import shrink
+
+    shared = shrink({**FULL, "moe_intermediate_size": 2048}, keep_vocabulary=False, tp_size=8)
+    assert (shared["num_attention_heads"], shared["num_key_value_heads"]) == (32, 16)
+    assert shared["moe_intermediate_size"] // 8 == 128
+    for width in (56, 64, 80, 96, 100, 128):  # DeepSeek-V3 names no head_dim: 7168 / 128 is 56
+        full = {**FULL, "head_dim": None, "hidden_size": 32 * width}
+        small = shrink(full, keep_vocabulary=False, tp_size=4)
+        assert small["hidden_size"] == small["num_attention_heads"] * width
+        assert not small["hidden_size"] // 4 % 128
+        assert not small["intermediate_size"] // 4 % 128
+
+
 def test_shrinking_inside_a_vision_wrapper():
     from spec_vllm_compat.cli.shrink import shrink
 
@@ -325,11 +341,14 @@ def test_a_models_own_code_is_not_run_unasked(tmp_path):
         ({}, 4, 2 * 2 * 2 * 128 * 48),
         ({}, 16, 2 * 2 * 1 * 128 * 48),  # a head is not split
         ({"kv_lora_rank": 512, "qk_rope_head_dim": 64}, 8, 2 * 576 * 48),
+        ({"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128}, -8, 2 * 2 * 4 * 192 * 48),  # MLA off
     ],
 )
-def test_bytes_of_kv_cache_a_token(tmp_path, more, tp_size, expected):
+def test_bytes_of_kv_cache_a_token(tmp_path, monkeypatch, more, tp_size, expected):
     from spec_vllm_compat.cli.preflight import _kv_bytes
 
+    monkeypatch.setenv("VLLM_MLA_DISABLE", "1" if tp_size < 0 else "0")
+    tp_size = abs(tp_size)
     assert _kv_bytes(target(tmp_path, **more), tp_size) == expected
 
 
@@ -372,14 +391,34 @@ def test_a_copy_that_was_not_quantised_is_no_trial_of_it(tmp_path):
         read = target(tmp_path, quantization_config={"quant_method": "gptq", "bits": 4})
         pytest.importorskip("transformers")
         made[kept] = Trial.__new__(Trial)
-        made[kept]._written_by_transformers = lambda _trust: True
-        made[kept].__init__(read, tmp_path / str(kept), full=False, quantized=kept, trust_remote_code=False)
+        made[kept]._written_by_transformers = lambda: True
+        how = {"full": False, "quantized": kept, "trust_remote_code": False, "tp_size": 1}
+        made[kept].__init__(read, tmp_path / str(kept), **how)
         written = json.loads((tmp_path / str(kept) / "config.json").read_text())
         assert ("quantization_config" in written) is kept is made[kept].quantized
     with pytest.raises(CompatError, match="found UnquantizedLinearMethod alone"):
         made[True]._is_quantized(["UnquantizedLinearMethod"])
     made[True]._is_quantized(["GPTQLinearMethod", "UnquantizedLinearMethod"])
     assert made[True].lines == ["layers     GPTQLinearMethod"]
+
+
+def test_the_error_of_a_worker_is_found_in_what_it_said(tmp_path, capfd):
+    from spec_vllm_compat.cli.preflight import _last_error, _written_to
+
+    log = tmp_path / "log"
+    os.write(1, b"before\n")
+    with log.open("wb", buffering=0) as file, _written_to(os.dup(file.fileno())):
+        said = "(Worker pid=7) ERROR 11-30 16:24:36 [multiproc_executor.py:783] "
+        place = '  File "/x/site-packages/vllm/y.py", line 3, in load'
+        code = f"print({said!r} + {place!r}); print({said!r} + 'KeyError: model.layers.1'); print('[W] later')"
+        os.write(1, b"within\n")
+        subprocess.run([sys.executable, "-c", code], check=True)
+    os.write(1, b"after\n")
+    assert capfd.readouterr().out == "before\nafter\n"
+    assert log.read_text().startswith("within\n")
+    assert _last_error(log) == "KeyError: model.layers.1 (vllm/y.py:3, load)"
+    log.write_text("nothing")
+    assert _last_error(log) == "no error of it was seen"
 
 
 @pytest.mark.stack
@@ -393,6 +432,7 @@ def test_random_weights_are_the_same_every_time_and_of_like_size():
         for name, value in {
             "embed": torch.empty(512, 64), "norm": torch.empty(64), "bias": torch.empty(64),
             "weight": torch.empty(128, 64, dtype=torch.float8_e4m3fn), "weight_scale": torch.empty(128),
+            "w2_weight_scale": torch.empty(8, 4, dtype=torch.uint8),
             "qweight": torch.empty(8, 128, dtype=torch.int32), "g_idx": torch.full((64,), 7, dtype=torch.int32),
         }.items():  # fmt: skip
             made.register_parameter(name, torch.nn.Parameter(value, requires_grad=False))
@@ -406,5 +446,6 @@ def test_random_weights_are_the_same_every_time_and_of_like_size():
     assert first["norm"].mean().item() == pytest.approx(1, abs=0.05)
     assert first["weight"].float().std().item() == pytest.approx(1, rel=0.1)
     assert first["weight_scale"].unique().tolist() == pytest.approx([0.04])
+    assert first["w2_weight_scale"].unique().tolist() == [121]
     assert not first["g_idx"].any()
     assert first["qweight"].unique().numel() > 1000

@@ -151,7 +151,7 @@ def test_bad_lines_are_named_before_the_model_loads(options, data):
     with pytest.raises(CompatError) as caught:
         module.extract(options(prepared_data=path), never_built.append)
     text = str(caught.value)
-    assert "8 lines are no samples" in text
+    assert "lines that are no samples (8):" in text
     for line in range(4, 12):
         assert f"line {line}: " in text
     assert "token id 512 is outside the model's vocabulary [0, 512)" in text
@@ -236,7 +236,6 @@ def test_more_data_later(options, data):
         ({"layer_ids": (4, 5)}, "another layer_ids"),
         ({"max_seq_len": 9}, "another max_seq_len"),
         ({"save_dtype": "float32"}, "another save_dtype"),
-        ({"resume": False}, "--no-resume wants an empty directory"),
         ({"layer_ids": (6,)}, "layer 6 does not exist"),
     ],
     ids=lambda value: str(value)[:30],
@@ -303,11 +302,15 @@ def test_failures_in_a_row_stop_the_job(options, data):
     assert "5 samples failed in a row" in manifest["runs"][-1]["why"]
 
 
-def test_fail_on_error(options, data):
+def test_the_first_failure_can_stop_the_job(options, data):
     path = data(1, *['{"input_ids": [5, 511, 5]}'] * 20)
-    with pytest.raises(RuntimeError, match="poison"):
-        run(options(prepared_data=path, fail_on_error=True), poison=511)
-    assert json.loads((options().output_dir / "manifest.json").read_text())["status"] == "stopped"
+    status, (generator,) = run(options(prepared_data=path, max_failures=1), poison=511)
+    assert (status, sum(call == [[5, 511, 5]] for call in generator.calls)) == (1, 1)
+    manifest = json.loads((options().output_dir / "manifest.json").read_text())
+    assert (manifest["status"], manifest["runs"][-1]["why"]) == (
+        "stopped",
+        "1 sample failed in a row: RuntimeError: poison",
+    )
 
 
 def test_values_that_the_dtype_cannot_hold(options, data, monkeypatch):

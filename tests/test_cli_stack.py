@@ -108,7 +108,7 @@ def test_killed_and_resumed_is_as_never_killed(
     check = Verification(broken)
     check.run(values=True)
     check.against_data(prepared, str(model), None)
-    check.against_transformers(str(model), 6, 0.1)
+    check.against_transformers(str(model), 6)
     assert not check.problems, check.text()
     assert json.loads((broken / "manifest.json").read_text())["patch_sets"]
     _the_trainer_reads(broken, prepared)
@@ -122,7 +122,7 @@ def assert_other_layers_are_seen(out: Path, model: Path) -> None:
     check = Verification(out)
     check.run(values=False)
     check.layer_ids = [0, 4, 5]
-    check.against_transformers(str(model), 2, 0.1)
+    check.against_transformers(str(model), 2)
     assert "layer 0 holds layer 4" in check.problems["numbers"].where[0]
 
 

@@ -211,6 +211,26 @@ def test_string_order_is_that_of_strings():
     assert string_order_by_lengths([(number, 5, 5) for number in range(30)]) is None
 
 
+def test_one_is_not_many(samples, directory):
+    out = directory([sample([5], [1])])
+    assert check(out).text().startswith(f"{out}: 1 of 1 sample, 1 token, ")
+    (out / "data_0.pt").unlink()
+    assert "WRONG holes: no sample is there: no file below DIR is called data_N.pt" in check(out).text()
+    assert check(out).text().endswith("1 kind of problem")
+
+
+def test_what_convert_wrote_is_named(tmp_path, capsys):
+    from spec_vllm_compat.cli import main
+
+    (tmp_path / "hidden_states").mkdir()
+    (tmp_path / "hidden_states/hs_0.safetensors").touch()
+    with pytest.raises(SystemExit) as done:
+        main(["verify", str(tmp_path)])
+    assert done.value.code == 1
+    said = capsys.readouterr().err
+    assert "found 1 file hidden_states/hs_I.safetensors, the format of speculators 0.5 and newer" in said
+
+
 def test_exit_status_and_json(samples, directory, capsys):
     from spec_vllm_compat.cli import main
 

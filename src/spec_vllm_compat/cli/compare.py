@@ -3,47 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from spec_vllm_compat.cli.progress import counted
 from spec_vllm_compat.worker.layers import find_decoder_layers
 
+#: Relative error of a row that is always let pass.
 TOLERANCE = 0.1
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """``far`` and ``own_far`` count rows beyond the tolerance; ``wrong`` holds (index of the sample, what is wrong)."""
-
-    rows: int
-    worst: float
-    median: float
-    far: int
-    own_far: int
-    wrong: list[tuple[int, str]]
-
-    @property
-    def sentence(self) -> str:
-        text = f"{self.rows:,} rows, relative error {self.median:.2g} (median), {self.worst:.2g} (worst)"
-        if self.far:
-            text += (
-                f"; {self.far} rows beyond the tolerance, {self.own_far} of Transformers' own run in the samples' dtype"
-            )
-        return text
-
-
 def compare(
-    model_path: str, samples: Sequence[dict[str, Any]], layer_ids: Sequence[int], tolerance: float
-) -> Comparison:
+    model_path: str, samples: Sequence[dict[str, Any]], layer_ids: Sequence[int], *, trust_remote_code: bool = False
+) -> tuple[str, list[tuple[int, str]]]:
     """Compare rows with a float32 run of the same weights, one sequence at a time.
 
+    Returns a sentence, and what is wrong: (index of the sample, text).
+
     In bfloat16 some rows are far off with any engine: large activations, or another expert chosen between two close
-    ones. So where rows are beyond ``tolerance``, Transformers is run in the dtype of the samples too, and as many again
+    ones. So where rows are beyond ``TOLERANCE``, Transformers is run in the dtype of the samples too, and as many again
     as it has in that layer are let pass. Rows of another token, request or layer are far off all together.
     """
-    reference = Reference(model_path)
+    reference = Reference(model_path, trust_remote_code=trust_remote_code)
     exact = [reference(sample["input_ids"], layer_ids) for sample in samples]
     errors = [
         [row_errors(rows, want[layer]) for layer, rows in zip(layer_ids, sample["hidden_states"], strict=True)]
@@ -52,45 +34,49 @@ def compare(
     every = torch.cat([rows for places in errors for rows in places])
     wrong: list[tuple[int, str]] = []
     far = own_far = 0
-    if bool((every > tolerance).any()):
+    if bool((every > TOLERANCE).any()):
         reference.round_to(samples[0]["hidden_states"][0].dtype)
         rounded = [reference(sample["input_ids"], layer_ids) for sample in samples]
         for place, layer in enumerate(layer_ids):
-            ours = [int((places[place] > tolerance).sum()) for places in errors]
-            theirs = sum(
-                int((row_errors(low[layer], want[layer]) > tolerance).sum())
-                for low, want in zip(rounded, exact, strict=True)
-            )
+            ours = [_beyond(places[place]) for places in errors]
+            theirs = sum(_beyond(row_errors(low[layer], want[layer])) for low, want in zip(rounded, exact, strict=True))
             far, own_far = far + sum(ours), own_far + theirs
-            if sum(ours) <= (2 * theirs + 3 if theirs else 0):
-                continue
-            for index, count in enumerate(ours):
-                if count:
-                    wrong.append(
-                        (index, _wrong(samples[index]["hidden_states"][place], exact[index], layer, count, tolerance))
-                    )
-    return Comparison(len(every), float(every.max()), float(every.median()), far, own_far, wrong)
+            if sum(ours) > (2 * theirs + 3 if theirs else 0):
+                wrong += [
+                    (index, _wrong(samples[index]["hidden_states"][place], exact[index], layer, count))
+                    for index, count in enumerate(ours)
+                    if count
+                ]
+    text = f"{counted(len(every), 'row')}, relative error {every.median():.2g} (median), {every.max():.2g} (worst)"
+    if far:
+        text += f"; {counted(far, 'row')} off by more than {TOLERANCE}, {own_far:,} of Transformers' own run in the samples' dtype"
+    return text, wrong
 
 
-def _wrong(rows: torch.Tensor, want: dict[int, torch.Tensor], layer: int, count: int, tolerance: float) -> str:
+def _beyond(errors: torch.Tensor) -> int:
+    return int((errors > TOLERANCE).sum())
+
+
+def _wrong(rows: torch.Tensor, want: dict[int, torch.Tensor], layer: int, count: int) -> str:
     for other, other_rows in want.items():
-        if other != layer and float(row_errors(rows, other_rows).median()) <= tolerance:
+        if other != layer and float(row_errors(rows, other_rows).median()) <= TOLERANCE:
             return f"layer {layer} holds layer {other}"
-    return (
-        f"layer {layer} has {count} of {len(rows)} rows off by up to {float(row_errors(rows, want[layer]).max()):.2f}"
-    )
+    worst = float(row_errors(rows, want[layer]).max())
+    return f"layer {layer} has {count} of {counted(len(rows), 'row')} off by up to {worst:.2f}"
 
 
 class Reference:
     """Outputs of decoder blocks by Transformers, one sequence at a time; the last one before the final norm."""
 
-    def __init__(self, model_path: str) -> None:
+    def __init__(self, model_path: str, *, trust_remote_code: bool) -> None:
         import transformers
 
-        config = transformers.AutoConfig.from_pretrained(model_path)
+        # Said in any case: left open, Transformers asks on the terminal.
+        trust = {"trust_remote_code": trust_remote_code}
+        config = transformers.AutoConfig.from_pretrained(model_path, **trust)
         # A vision wrapper is no AutoModelForCausalLM.
         cls = getattr(transformers, (config.architectures or [""])[0], transformers.AutoModelForCausalLM)
-        self.model = cls.from_pretrained(model_path, dtype=torch.float32).eval()
+        self.model = cls.from_pretrained(model_path, dtype=torch.float32, **trust).eval()
         self._seen: dict[int, torch.Tensor] = {}
         _, layers = find_decoder_layers(self.model, config.get_text_config().num_hidden_layers)
         for index, layer in enumerate(layers):

@@ -21,7 +21,7 @@ from typing import Any
 import click
 
 from spec_vllm_compat.cli.options import ManyValues, layer_ids_option
-from spec_vllm_compat.cli.progress import human
+from spec_vllm_compat.cli.progress import counted, human
 from spec_vllm_compat.errors import CompatError
 from spec_vllm_compat.layer_ids import layer_numbering
 
@@ -44,10 +44,10 @@ Plan = tuple[list[tuple[int, Path, str]], dict[str, Any], Callable[[int, Path, P
 @click.argument("target", type=click.Path(file_okay=False, path_type=Path))
 @layer_ids_option("The layers of SOURCE as its side counts them, the last one too; needed where SOURCE does not say.")
 def command(source: Path, target: Path, layer_ids: tuple[int, ...]) -> int:
-    from spec_vllm_compat.cli.store import find_samples, read_json, write_json
+    from spec_vllm_compat.cli.store import find_samples, newer_samples, read_json, write_json
 
     old, strays = find_samples(source)
-    new = {int(path.stem[3:]): path for path in (source / "hidden_states").glob("hs_*.safetensors")}
+    new = newer_samples(source)
     if bool(old) == bool(new):
         found = "both" if old else "neither"
         raise CompatError(f"{source}: expected data_N.pt or hidden_states/hs_I.safetensors; found {found}")
@@ -58,9 +58,8 @@ def command(source: Path, target: Path, layer_ids: tuple[int, ...]) -> int:
         raise CompatError(f"{target}: expected a folder that is not there yet, outside of {source}")
     files = [paths[0] for paths in old.values()]
     if holes := sorted(set(range(max(old, default=-1) + 1)) - set(old)):
-        click.echo(
-            f"warning: {source} has {len(old)} samples and no number {holes[0]} ({len(holes)} missing)", err=True
-        )
+        text = f"{source} has {counted(len(old), 'sample')} and no number {holes[0]} ({len(holes)} missing)"
+        click.echo(f"warning: {text}", err=True)
     plan = _to_new(source, files, layer_ids) if old else _to_old(source, new, layer_ids)
     pairs, record, convert, finish = plan
     if read_json(part / RECORD) not in (None, record):
@@ -78,7 +77,7 @@ def command(source: Path, target: Path, layer_ids: tuple[int, ...]) -> int:
                 raise CompatError(f"{to}: was read otherwise than it was written. Is the disk sound?")
     finish(part)
     os.replace(part, target)
-    click.echo(f"complete: {len(pairs)} samples, {target}\n{layer_numbering(record['layer_ids'])}")
+    click.echo(f"complete: {counted(len(pairs), 'sample')}, {target}\n{layer_numbering(record['layer_ids'])}")
     *inputs, last = map(str, record["target_layer_ids"])
     if max(record["layer_ids"]) != record["layer_ids"][-1]:
         click.echo("warning: the last layer is not the highest. Trainers take it for the model's last block.", err=True)
@@ -154,7 +153,7 @@ def _to_old(source: Path, new: dict[int, Path], given: Sequence[int]) -> Plan:
         layers = layers or shape[1]
         known = index < min(len(data), len(before["files"])) and ids.equal(data[index]["input_ids"])
         if not known or len(shape) != 3 or shape[:2] != [len(ids), layers]:
-            raise CompatError(f"{path}: expected hidden_states [{len(ids)}, {layers}, hidden_size] and the tokens of row "
+            raise CompatError(f"{path}: expected hidden_states [{len(ids)}, {layers}, hidden_size] and the tokens of example "
                               f"{index} of the data set in {source}; found shape {shape}, or other tokens")  # fmt: skip
         pairs.append((index, path, name := before["files"][index]))
         lengths[Path(name).stem.removeprefix("data_")] = len(ids)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -18,14 +19,17 @@ from typing import Any
 import click
 
 from spec_vllm_compat import remote_code, support
-from spec_vllm_compat.cli import env
-from spec_vllm_compat.cli.progress import human
+from spec_vllm_compat._version import __version__
+from spec_vllm_compat.cli.progress import counted, human
 from spec_vllm_compat.errors import CompatError
 from spec_vllm_compat.registry import SWITCH
 from spec_vllm_compat.versions import Versions, detect
 
 PLUGIN = "spec_vllm_compat"
 WRAPT = "1.16"  # as in pyproject.toml
+PACKAGES = ("packaging", "click", "tqdm", "datasets", "numpy", "triton", "compressed-tensors")
+VARIABLES = ("SPEC_VLLM_COMPAT", "VLLM_", "CUDA_VISIBLE", "HF_HUB", "HF_HOME", "NCCL_", "OMP_NUM")
+SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 BESIDE = "Workers are reached through their extension class all the same."
 
@@ -44,7 +48,7 @@ class Finding:
 @click.option("--output-dir", type=click.Path(path_type=Path), default=Path(), help="Where samples will go.")
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
 def command(output_dir: Path, as_json: bool) -> int:
-    """Check this environment, without loading a model: versions, patch sets, plugins, devices, memory, disk.
+    """Check this environment, without loading a model: versions, patch sets, plugins, variables, devices, memory, disk.
 
     The output is made to be pasted into a bug report. Exit status 1 if a check fails.
     """
@@ -54,7 +58,7 @@ def command(output_dir: Path, as_json: bool) -> int:
         click.echo(json.dumps(list(map(asdict, findings)), indent=1))
     else:
         click.echo("\n".join(map(_text, findings)))
-        click.echo(f"{len(findings)} checks: {failed} fail, {warned} warn")
+        click.echo(f"{counted(len(findings), 'check')}: {failed} fail, {warned} warn")
     return 1 if failed else 0
 
 
@@ -69,7 +73,10 @@ def _text(finding: Finding) -> str:
 def examine(output_dir: Path) -> Iterator[Finding]:
     """All findings, in order."""
     versions = detect()
-    yield Finding("python", "ok", env.python())
+    yield Finding("python", "ok", f"{platform.python_version()} {sys.executable}")
+    memory = human(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    yield Finding("system", "ok", f"{platform.platform()}, {counted(os.cpu_count() or 1, 'CPU')}, {memory}")
+    yield Finding("shim", "ok", f"{__version__} in {Path(__file__).parents[1]}")
     switch = os.environ.get(SWITCH, "")
     if switch.lower() in {"off", "0", "false"}:
         yield Finding("switch", "fail", f"{SWITCH}={switch}: the shim changes nothing", f"unset {SWITCH}")
@@ -82,6 +89,8 @@ def examine(output_dir: Path) -> Iterator[Finding]:
     pair = _pair(versions)
     yield pair
     yield _wrapt()
+    yield Finding("packages", "ok", ", ".join(f"{name} {_version(name)}" for name in PACKAGES))
+    yield Finding("variables", "ok", "\n".join(_variables()) or "none of ours, vLLM's, the hub's or CUDA's is set")
     yield _torch_of_vllm(versions)
     yield _plugin()
     yield Finding("remote_code", "ok", remote_code.sentence())
@@ -99,6 +108,30 @@ def examine(output_dir: Path) -> Iterator[Finding]:
     yield _disk(output_dir)
 
 
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _variables() -> list[str]:
+    named = [name for name in sorted(os.environ) if name.startswith(VARIABLES)]
+    return [f"{name}={os.environ[name]}" for name in named if not any(word in name for word in SECRET)]
+
+
+def _gpus() -> str:
+    """GPUs and driver as nvidia-smi names them; empty where there is none."""
+    asked = ["nvidia-smi", "--query-gpu=name,memory.total,memory.free,driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=False)
+    except FileNotFoundError:
+        return ""
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"nvidia-smi failed: {error}"
+    return "; ".join((done.stdout if done.returncode == 0 else done.stdout + done.stderr).strip().splitlines())
+
+
 def _pair(versions: Versions) -> Finding:
     try:
         support.require(versions)
@@ -112,7 +145,7 @@ def _pair(versions: Versions) -> Finding:
 def _wrapt() -> Finding:
     from packaging.version import Version
 
-    found = importlib.metadata.version("wrapt")
+    found = _version("wrapt")
     if Version(found) >= Version(WRAPT):
         return Finding("wrapt", "ok", found)
     return Finding("wrapt", "fail", f"expected wrapt {WRAPT} or newer; found {found}", f"pip install 'wrapt>={WRAPT}'")
@@ -124,15 +157,13 @@ def _torch_of_vllm(versions: Versions) -> Finding:
     from packaging.version import Version
 
     for name in importlib.metadata.packages_distributions().get("vllm", []):
-        for need in map(Requirement, importlib.metadata.requires(name) or []):
-            pinned = next((pin.version for pin in need.specifier if pin.operator == "=="), None)
-            if need.name != "torch" or pinned is None or versions.torch.text is None:
-                continue
-            reason, public = f"{name} was built for torch {pinned}", Version(pinned).public
-            if Version(pinned).base_version == Version(versions.torch.text).base_version:
+        needs = [need for need in map(Requirement, importlib.metadata.requires(name) or []) if need.name == "torch"]
+        for pinned in (Version(pin.version) for need in needs for pin in need.specifier if pin.operator == "=="):
+            reason, found = f"{name} was built for torch {pinned}", versions.torch.text
+            if found is None or pinned.base_version == Version(found).base_version:
                 return Finding("torch_pin", "ok", reason)
-            reason += f"; found {versions.torch.text}: compiled parts will not load"
-            return Finding("torch_pin", "fail", reason, f"pip install torch=={public}")
+            reason += f"; found {found}: compiled parts will not load"
+            return Finding("torch_pin", "fail", reason, f"pip install torch=={pinned.public}")
     return Finding("torch_pin", "ok", "vLLM names no single torch")
 
 
@@ -195,7 +226,7 @@ def _start_method(seen: dict[str, Any]) -> Finding:
 
 
 def _devices(seen: dict[str, Any]) -> Finding:
-    torch, by_driver = seen.get("torch", {}), env.gpus()
+    torch, by_driver = seen.get("torch", {}), _gpus()
     if "error" in torch:
         return Finding("devices", "fail", f"torch: {torch['error']}", "Install the torch that vLLM was built for.")
     if torch.get("devices"):
@@ -209,22 +240,19 @@ def _devices(seen: dict[str, Any]) -> Finding:
 
 def _shared_memory() -> Finding:
     try:
-        usage = shutil.disk_usage("/dev/shm")
+        free = shutil.disk_usage("/dev/shm").free
     except OSError as error:
         reason = f"/dev/shm cannot be used: {error}"
         return Finding("dev_shm", "fail", reason, "vLLM's processes talk through it; mount it.")
-    text = f"/dev/shm: {human(usage.free)} of {human(usage.total)} free"
-    if usage.free < 1e9:
-        return Finding("dev_shm", "warn", text, "Containers start with 64 MB; use --ipc=host or --shm-size=8g.")
-    return Finding("dev_shm", "ok", text)
+    return _space("dev_shm", "/dev/shm", free, 1e9, "Containers start with 64 MB; use --ipc=host or --shm-size=8g.")
 
 
 def _disk(folder: Path) -> Finding:
     place = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
-    free = shutil.disk_usage(place).free
+    remedy = "An 8B model with four layers writes 32 KB a token; `preflight` computes it."
+    return _space("disk", str(place), shutil.disk_usage(place).free, 10e9, remedy)
+
+
+def _space(name: str, place: str, free: int, least: float, remedy: str) -> Finding:
     text = f"{human(free)} free at {place}"
-    if free < 10e9:
-        return Finding(
-            "disk", "warn", text, "An 8B model with four layers writes 32 KB a token; `preflight` computes it."
-        )
-    return Finding("disk", "ok", text)
+    return Finding(name, "warn", text, remedy) if free < least else Finding(name, "ok", text)

@@ -14,6 +14,7 @@ import click
 
 from spec_vllm_compat.cli import samples as prepared_data
 from spec_vllm_compat.cli.options import ManyValues, layer_ids_option
+from spec_vllm_compat.cli.progress import counted, shown
 from spec_vllm_compat.cli.samples import Prepared
 from spec_vllm_compat.cli.target import read_target
 from spec_vllm_compat.errors import CompatError
@@ -46,7 +47,7 @@ COUNT, NUMBER = click.IntRange(1), click.IntRange(0)
                context_settings={"show_default": True})  # fmt: skip
 @click.option("--model-path", required=True, metavar="MODEL", help="Folder or hub id of the target model.")
 @click.option(
-    "--prepared-data", required=True, type=click.Path(path_type=Path), help="JSONL, Parquet or datasets folder."
+    "--prepared-data", required=True, type=click.Path(path_type=Path), help="JSONL, Parquet, datasets folder."
 )
 @click.option("--output-dir", required=True, type=FOLDER, metavar="DIR")
 @layer_ids_option("Layers to save, in this order. Default: speculators' choice.")
@@ -56,14 +57,12 @@ COUNT, NUMBER = click.IntRange(1), click.IntRange(0)
 @click.option("--gpu-memory-utilization", default=0.8, type=click.FloatRange(0, 1, min_open=True))
 @click.option("--max-samples", type=COUNT, help="Take so many samples. Default: all.")
 @click.option("--seed", type=int, help="Shuffle before numbering and taking. Default: keep the order of the data.")
-@click.option("--resume/--no-resume", default=True, help="--no-resume wants a DIR without samples.")
 @click.option("--shard-size", default=2000, type=NUMBER, help="Samples a rows_A-B; 0: flat.")
 @click.option("--save-dtype", default="auto", type=DTYPE, help="auto is the model's own.")
 @click.option("--num-shards", default=1, type=COUNT, help="Split the data for so many jobs.")
 @click.option("--shard-index", default=0, type=NUMBER, help="The part that this job does.")
-@click.option("--fail-on-error", is_flag=True, help="Stop at the first sample that fails.")
 @click.option("--skip-bad-lines", is_flag=True, help="Leave out lines that are no samples; their numbers stay free.")
-@click.option("--max-failures", default=5, type=COUNT, help="Stop after so many in a row.")
+@click.option("--max-failures", default=5, type=COUNT, help="Stop after so many failed samples in a row.")
 @click.option("--token-freq-path", type=FILE, help="Also write token frequencies, for a smaller draft vocabulary.")
 @click.option("--trust-remote-code", is_flag=True, help="Run the code that the model's folder brings.")
 def command(**values: Any) -> int:
@@ -101,14 +100,13 @@ def extract(options: SimpleNamespace, build: Callable[..., Any] | None = None) -
 
 def _say_what_was_read(options: SimpleNamespace, prepared: Prepared, limit: int) -> None:
     if prepared.bad:
-        lines = [f"  line {line}: {reason}" for line, _, reason in prepared.bad[:10]]
-        lines += [f"  ... and {len(prepared.bad) - 10} more"] if len(prepared.bad) > 10 else []
-        text = "\n".join([f"{options.prepared_data}: {len(prepared.bad)} lines are no samples:", *lines])
+        lines = shown([f"line {line}: {reason}" for line, _, reason in prepared.bad], 10)
+        text = "\n  ".join([f"{options.prepared_data}: lines that are no samples ({len(prepared.bad)}):", *lines])
         if not options.skip_bad_lines:
             raise CompatError(f"{text}\nRepair them, or pass --skip-bad-lines. Nothing was started.")
         click.echo(text, err=True)
     if prepared.cut:
-        click.echo(f"{prepared.cut} of {len(prepared.samples)} samples are longer than {limit} tokens and are cut")
+        click.echo(f"cut to {limit} tokens: {prepared.cut} of {counted(len(prepared.samples), 'sample')}")
     if not prepared.samples:
         raise CompatError("no usable sample is left")
 

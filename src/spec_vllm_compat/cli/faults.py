@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from spec_vllm_compat.cli.progress import counted
+
 AGAIN = "Extract all of it again."
 
 
 def chunk_loss(lost: int) -> str:
     return (
-        f"{lost} rows are missing at the end of batches: a prompt was split over two scheduler steps, its rest thrown "
+        f"{counted(lost, 'row')} missing at the end of batches: a prompt was split over two scheduler steps, its rest thrown "
         "away (speculators 0.3), or the KV cache was too small (0.4). In the same generate() call, samples before these "
         f"carry rows of other samples, every shape right. {AGAIN}"
     )
@@ -24,10 +26,8 @@ def string_order(batch: int, total: int, number: int) -> int:
 def string_order_by_lengths(lengths: Sequence[tuple[int, int, int]]) -> str | None:
     """Whether string order explains every length of tokens and mask.
 
-    Place j of a batch holds the tokens of sample p(j), and the mask of sample j cut to that many.
-
-    Args:
-        lengths: (number, tokens, mask) of each file.
+    Place j of a batch holds the tokens of sample p(j), and the mask of sample j cut to that many. ``lengths`` are number,
+    tokens and mask of each file.
     """
     tokens = {number: count for number, count, _ in lengths}
     masks = {number: count for number, _, count in lengths}

@@ -13,8 +13,8 @@ from typing import Any
 
 import click
 
-from spec_vllm_compat.cli.plan import Plan, now
-from spec_vllm_compat.cli.progress import Progress, clock, human
+from spec_vllm_compat.cli.plan import WINDOW, Plan, batches, now
+from spec_vllm_compat.cli.progress import Progress, clock, counted, human
 from spec_vllm_compat.cli.samples import Sample
 from spec_vllm_compat.cli.store import write_sample
 from spec_vllm_compat.errors import CompatError
@@ -23,7 +23,6 @@ MANIFEST_EVERY = 60.0  # seconds
 
 
 def speculators_generator(**kwargs: Any) -> Any:
-    import spec_vllm_compat  # noqa: F401, I001 - before speculators
     from speculators.data_generation import VllmHiddenStatesGenerator
 
     return VllmHiddenStatesGenerator(**kwargs)
@@ -102,7 +101,7 @@ class Job:
         writing: deque[tuple[Sample, Future[int]]] = deque()  # beside the extraction; memory stays bounded
         with ThreadPoolExecutor(4, "write") as pool:
             try:
-                for batch in self.plan.batches():
+                for batch in batches(self.plan.own, self.options.batch_size, self.options.shard_size or WINDOW):
                     # The whole batch, also for one hole in it: rounding depends on what is computed together, and so a
                     # job that was broken off ends with the same bytes as one that was not.
                     if not wanted.intersection(sample.number for sample in batch):
@@ -132,9 +131,7 @@ class Job:
     ) -> Iterator[tuple[Sample, dict[str, Any]]]:
         try:
             results = generator.generate([list(sample.input_ids) for sample in batch])
-        except Exception as error:
-            if self.options.fail_on_error:
-                raise
+        except Exception as error:  # noqa: BLE001 - noted, and too many end the job
             if len(batch) == 1:
                 self._fail(batch[0], error, progress)
             else:  # one of them is at fault; the others shall not suffer
@@ -147,8 +144,6 @@ class Job:
                 try:
                     kept = self._to_save(sample, result)
                 except CompatError as error:
-                    if self.options.fail_on_error:
-                        raise
                     self._fail(sample, error, progress)
                 else:
                     self._failed_in_a_row = 0
@@ -161,7 +156,7 @@ class Job:
         self._failed_in_a_row += 1
         progress.add(failed=1)
         if self._failed_in_a_row >= self.options.max_failures:
-            raise _Stop(f"{self._failed_in_a_row} samples failed in a row: {text:.300}")
+            raise _Stop(f"{counted(self._failed_in_a_row, 'sample')} failed in a row: {text:.300}")
 
     def _to_save(self, sample: Sample, result: dict[str, Any]) -> dict[str, Any]:
         import torch
@@ -186,19 +181,19 @@ class Job:
             progress.close()
             done, failed, tokens, size = progress.done, progress.failed, progress.n, progress.bytes
             seconds = progress.seconds
-        own, left = len(self.plan.own), len(missing) - done
-        status = "complete" if not left else "stopped" if why else "with failures"
-        self.plan.manifest["status"] = status
-        self.plan.manifest["runs"][-1].update(
-            ended=now(), ok=done, failed=failed, tokens=tokens, bytes=size, load_seconds=round(load, 1),
-            seconds=round(seconds, 1), why=why,
-        )  # fmt: skip
+        own, left, manifest = len(self.plan.own), len(missing) - done, self.plan.manifest
+        manifest["status"] = status = "complete" if not left else "stopped" if why else "with failures"
+        manifest["runs"][-1] |= {
+            "ended": now(), "ok": done, "failed": failed, "tokens": tokens, "bytes": size,
+            "load_seconds": round(load, 1), "seconds": round(seconds, 1), "why": why,
+        }  # fmt: skip
         self.plan.write_manifest()
-        click.echo(f"{status}: {own - left} of {own} samples are there" + (f", {failed} failed" if failed else ""))
+        failures = f", {failed} failed" if failed else ""
+        click.echo(f"{status}: {own - left} of {counted(own, 'sample')} there{failures}")
         if done:
             rates = f"{done / seconds:,.1f} samples/s, {tokens / seconds:,.0f} tokens/s"
-            click.echo(f"  this run   {done} samples, {tokens:,} tokens, {human(size)} in {clock(seconds)} ({rates}), "
-                       f"model load {clock(load)} apart")  # fmt: skip
+            amount = f"{counted(done, 'sample')}, {counted(tokens, 'token')}, {human(size)}"
+            click.echo(f"  this run   {amount} in {clock(seconds)} ({rates}), model load {clock(load)} apart")
         click.echo(f"  where      {self.plan.root}, {self.plan.manifest_path.name}")
         if why:
             click.echo(f"stopped: {why}", err=True)

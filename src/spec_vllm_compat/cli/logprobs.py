@@ -15,25 +15,25 @@ from pathlib import Path
 from typing import Any
 
 TOP = 20  # log-probabilities a position
+FORMAT = "spec_vllm_compat_random"  # the load format of :mod:`weights`
 NATS = 0.1  # mean difference that a row may have from rounding to bfloat16; that of another token is off by about one
 
 
-def of_vllm(generator: Any, prompts: Sequence[list[int]]) -> list[list[dict[int, float]]]:
+def of_vllm(generator: Any, prompts: Sequence[list[int]], *, random_weights: bool) -> list[list[dict[int, float]]]:
     """Token id to log-probability, for every position but the first of each prompt, by a vLLM without us.
 
-    Args:
-        generator: a generator on the weights of :mod:`weights`, whose settings are taken.
-        prompts: token ids.
-
-    Raises:
-        RuntimeError: vLLM alone cannot run the model.
+    It runs beside the generator, on the same checkpoint or on the same random weights of :mod:`weights`. RuntimeError where
+    vLLM alone cannot run the model.
     """
-    cache, out = generator.vllm_config.cache_config, Path(generator.model_path, "logprobs.json")
+    out = Path(generator.model_path, "logprobs.json")
     variables = {**os.environ, "SPEC_VLLM_COMPAT": "off", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    config = generator.vllm_config
     settings = {
         "model": generator.model_path,
-        "block_size": cache.block_size,
-        "gpu_memory_utilization": cache.gpu_memory_utilization,
+        "load_format": FORMAT if random_weights else "auto",
+        "gpu_memory_utilization": config.cache_config.gpu_memory_utilization,
+        # A setting of vLLM's own: operators that give wrong rows (patch set cpu_operators) are left out here too.
+        "compilation_config": {"custom_ops": config.compilation_config.custom_ops},
     }
     asked = json.dumps({"settings": settings, "prompts": prompts, "out": str(out)})
     command = [sys.executable, "-m", "spec_vllm_compat.cli.logprobs"]
@@ -45,13 +45,8 @@ def of_vllm(generator: Any, prompts: Sequence[list[int]]) -> list[list[dict[int,
 
 
 def differences(generator: Any, rows: Any, judged: Sequence[dict[int, float]]) -> Any:
-    """Mean difference in nats of each position of one prompt, ``[len(judged)]``.
-
-    Args:
-        generator: a generator on the same weights.
-        rows: ``[len(judged), hidden_size]``, captured from the last layer.
-        judged: of :func:`of_vllm`.
-    """
+    """Mean difference in nats of each position of one prompt between ``judged``, of :func:`of_vllm`, and what follows from
+    the ``rows`` that were captured from the last layer."""
     import torch
 
     tokens = torch.tensor([list(row)[:TOP] for row in judged])
@@ -76,20 +71,20 @@ def _on_top(worker: Any, rows: Any, tokens: Any) -> Any:
     device = next(model.parameters()).device
     with torch.inference_mode():
         logits = model.compute_logits(norms[0](rows.to(device)))
+        if logits is None:  # gathered on the first rank alone
+            return None
         return torch.log_softmax(logits.float(), dim=-1).gather(1, tokens.to(device)).cpu()
 
 
 def _judge() -> None:
     from vllm import LLM, SamplingParams
 
-    from spec_vllm_compat.cli.weights import FORMAT
+    import spec_vllm_compat.cli.weights  # noqa: F401 - registers FORMAT
     from spec_vllm_compat.remote_code import trusted
 
     asked = json.load(sys.stdin)
-    llm = LLM(
-        **asked["settings"], load_format=FORMAT, enforce_eager=True, max_model_len=1024, max_logprobs=TOP,
-        trust_remote_code=trusted(),
-    )  # fmt: skip
+    how = {"enforce_eager": True, "max_model_len": 1024, "max_logprobs": TOP, "trust_remote_code": trusted()}
+    llm = LLM(**asked["settings"], **how)
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=TOP)
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in asked["prompts"]], params, use_tqdm=False)
     rows = [[{k: v.logprob for k, v in row.items()} for row in o.prompt_logprobs[1:]] for o in outputs]

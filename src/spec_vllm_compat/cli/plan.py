@@ -14,18 +14,10 @@ from typing import Any
 import click
 
 from spec_vllm_compat._version import __version__
+from spec_vllm_compat.cli import store
 from spec_vllm_compat.cli.convert import RECORD as CONVERSION
-from spec_vllm_compat.cli.progress import human
+from spec_vllm_compat.cli.progress import counted, human, shown
 from spec_vllm_compat.cli.samples import Prepared, Sample
-from spec_vllm_compat.cli.store import (
-    check_sample,
-    find_samples,
-    link_lengths,
-    part_of,
-    read_json,
-    sample_path,
-    write_json,
-)  # fmt: skip
 from spec_vllm_compat.cli.target import TargetModel
 from spec_vllm_compat.errors import CompatError
 from spec_vllm_compat.layer_ids import MEANING
@@ -65,7 +57,7 @@ class Plan:
         }
         #: The samples on disk tell whether the data only grew.
         self.other_data = self._differs_in_data(identity)
-        before = read_json(self.manifest_path)
+        before = store.read_json(self.manifest_path)
         command = shlex.join(["spec-vllm-compat", *sys.argv[1:]])
         self.manifest: dict[str, Any] = {
             "format": 1,
@@ -86,19 +78,14 @@ class Plan:
 
     def _differs_in_data(self, identity: dict[str, Any]) -> bool:
         """Refuse a directory that was made with other options or by somebody else."""
-        manifests = {path: read_json(path) for path in sorted(self.root.glob("manifest*.json"))}
-        samples, _ = find_samples(self.root)
+        manifests = {path: store.read_json(path) for path in sorted(self.root.glob("manifest*.json"))}
+        samples, _ = store.find_samples(self.root)
         if (self.root / CONVERSION).exists():
             raise CompatError(f"{self.root} was written by convert. Take another --output-dir.")
         if samples and not manifests:
             raise CompatError(
-                f"{self.root} holds {len(samples)} samples and no manifest: something else wrote them. "
+                f"{self.root} holds {counted(len(samples), 'sample')} and no manifest: something else wrote them. "
                 "`verify` tells what they are worth; extract into another --output-dir."
-            )
-        if samples and not self.options.resume and self.options.num_shards == 1:
-            raise CompatError(
-                f"--no-resume wants an empty directory, and {self.root} holds {len(samples)} samples. "
-                "Leave it out to go on with them, or use another --output-dir."
             )
         other_data = False
         for path, manifest in manifests.items():
@@ -112,18 +99,18 @@ class Plan:
         return other_data
 
     def path(self, sample: Sample) -> Any:
-        return sample_path(self.root, self.options.shard_size, sample.number)
+        return store.sample_path(self.root, self.options.shard_size, sample.number)
 
     def missing(self) -> list[Sample]:
         """Samples that are not there or not what they must be; what a killed run left half-written is removed."""
         missing, wrong = [], []
         for sample in self.own:
             path = self.path(sample)
-            part_of(path).unlink(missing_ok=True)
+            store.part_of(path).unlink(missing_ok=True)
             if not path.exists():
                 missing.append(sample)
                 continue
-            problems, _ = check_sample(
+            problems, _ = store.check_sample(
                 path, input_ids=sample.input_ids, loss_mask=sample.loss_mask, layers=len(self.layer_ids),
                 hidden_size=self.target.hidden_size, dtype=self.dtype,
             )  # fmt: skip
@@ -135,7 +122,7 @@ class Plan:
             if problems:
                 missing.append(sample)
                 wrong.append(f"{path.name}: {problems[0][1]}")
-        for text in [*wrong[:5], *([f"{len(wrong) - 5} more"] if len(wrong) > 5 else [])]:
+        for text in shown(wrong, 5):
             click.echo(f"extracting again: {text}", err=True)
         return missing
 
@@ -144,22 +131,23 @@ class Plan:
         width = len(self.layer_ids) * self.target.hidden_size * (4 if self.dtype == "float32" else 2) + 16
         need = sum(len(sample.input_ids) * width + 4096 for sample in missing)
         free = shutil.disk_usage(self.root).free
-        click.echo(f"to extract: {len(missing)} of {len(self.own)} samples, {human(need)}; {human(free)} are free")
+        click.echo(
+            f"to extract: {len(missing)} of {counted(len(self.own), 'sample')}, {human(need)}; {human(free)} are free"
+        )
         if need > free * 0.98:
             raise CompatError(
                 f"{self.root}: expected {human(need)} of free disk; found {human(free)}. Free some, "
                 "choose another --output-dir, or take fewer samples or layers. Nothing was started."
             )
         lengths = {str(sample.number): len(sample.input_ids) for sample in self.prepared.samples}
-        write_json(self.root / "sample_lengths.json", lengths)
+        store.write_json(self.root / "sample_lengths.json", lengths)
         for folder in sorted({self.path(sample).parent for sample in self.own}):
-            link_lengths(self.root, folder)
-        write_json(self.root / "data_config.json", self.data_config())
+            store.link_lengths(self.root, folder)
+        store.write_json(self.root / "data_config.json", self.data_config())
         self.write_manifest()
 
     def data_config(self) -> Any:
         """speculators' own configuration; what it asks of a generator is known before there is one."""
-        import spec_vllm_compat  # noqa: F401, I001 - before speculators
         from speculators.data_generation.config_generator import DataGenerationConfig
 
         options = self.options
@@ -174,12 +162,9 @@ class Plan:
         )  # fmt: skip
         return config.to_dict()
 
-    def batches(self) -> Iterator[list[Sample]]:
-        return batches(self.own, self.options.batch_size, self.options.shard_size or WINDOW)
-
     def write_manifest(self) -> None:
         self.manifest_written = time.monotonic()
-        write_json(self.manifest_path, self.manifest)
+        store.write_json(self.manifest_path, self.manifest)
 
 
 def batches(samples: Sequence[Sample], size: int, window: int) -> Iterator[list[Sample]]:

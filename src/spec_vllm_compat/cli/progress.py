@@ -1,10 +1,10 @@
-"""Progress of long jobs: tqdm's bar on a terminal, a plain line every ten seconds elsewhere."""
+"""What the commands print: sizes, counts, long lists, and tqdm's bar on a terminal, a plain line every ten seconds elsewhere."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tqdm import tqdm
@@ -14,6 +14,15 @@ clock = tqdm.format_interval  # seconds as [h:]mm:ss
 
 def human(size: float) -> str:
     return str(tqdm.format_sizeof(size, "B"))
+
+
+def counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def shown(lines: Sequence[str], most: int) -> list[str]:
+    """The first lines, and how many more there are."""
+    return [*lines[:most], *([f"... and {len(lines) - most:,} more"] if len(lines) > most else [])]
 
 
 class Bar(tqdm):
@@ -42,7 +51,7 @@ class Progress(Bar):
 
     def _counts(self) -> str:
         failed = f", {self.failed:,} failed" if self.failed else ""
-        return f"{self.done:,} of {self.samples:,} samples{failed}, {human(self.bytes)}"
+        return f"{self.done:,} of {counted(self.samples, 'sample')}{failed}, {human(self.bytes)}"
 
     def add(self, *, tokens: int = 0, done: int = 0, failed: int = 0, size: int = 0) -> None:
         self.done, self.failed, self.bytes = self.done + done, self.failed + failed, self.bytes + size

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from spec_vllm_compat.cli.progress import counted
 from spec_vllm_compat.errors import CompatError
 from spec_vllm_compat.remote_code import trusted
 
@@ -53,26 +54,13 @@ class Prepared:
 
 
 def read(
-    path: Path,
-    *,
-    max_length: int,
-    vocab_size: int,
-    tokenize: Tokenize,
-    max_samples: int | None = None,
+    path: Path, *, max_length: int, vocab_size: int, tokenize: Tokenize, max_samples: int | None = None,
     seed: int | None = None,
-) -> Prepared:
-    """Read prepared data.
+) -> Prepared:  # fmt: skip
+    """Read a ``.jsonl`` or ``.parquet`` file, or a folder written by ``datasets.Dataset.save_to_disk``.
 
-    Args:
-        path: a ``.jsonl`` or ``.parquet`` file, or a folder written by ``datasets.Dataset.save_to_disk``.
-        max_length: longer samples are cut.
-        vocab_size: number of token ids of the model.
-        tokenize: for conversations.
-        max_samples: take so many, or all.
-        seed: shuffle before taking and numbering; None keeps the order of the file.
-
-    Raises:
-        CompatError: there is no such file, its kind is unknown, or it mixes tokens and conversations.
+    Samples longer than ``max_length`` are cut. With ``seed`` they are shuffled before ``max_samples`` are taken and numbered.
+    Raises CompatError where there is no such file, its kind is unknown, or it mixes tokens and conversations.
     """
     lines = [(line, row if isinstance(row, str) else _parse(row, vocab_size)) for line, row in _rows(path)]
     if seed is not None:
@@ -137,14 +125,9 @@ def _parse(row: Any, vocab_size: int) -> Tokens | Talk | str:
     if not isinstance(talk, list) or not all(isinstance(turn, dict) for turn in talk):
         return "the conversation is not a list of turns"
     # One shape for all: Arrow fills a key that only some turns have with None, which speculators takes for a role.
-    turns = [
-        {
-            "from": turn.get("from", turn.get("role")),
-            "value": turn.get("value", turn.get("content")) or "",
-            "thinking": turn.get("thinking"),
-        }
-        for turn in talk
-    ]
+    names = {"from": "role", "value": "content", "thinking": "thinking"}
+    turns = [{name: turn.get(name, turn.get(other)) for name, other in names.items()} for turn in talk]
+    turns = [{**turn, "value": turn["value"] or ""} for turn in turns]
     if not all(isinstance(turn["from"], str) and isinstance(turn["value"], str) for turn in turns):
         return "a turn has no role or no text"
     return turns
@@ -156,7 +139,7 @@ def _tokens(ids: Any, mask: Any, vocab_size: int) -> Tokens | str:
     if not ids:
         return "input_ids is empty"
     if mask is not None and len(mask) != len(ids):
-        return f"loss_mask of {len(mask)} for {len(ids)} tokens"
+        return f"loss_mask of {len(mask)} for {counted(len(ids), 'token')}"
     try:
         tokens = array("i", ids)  # 4 bytes a token; a list takes 36
     except (TypeError, OverflowError):
@@ -175,7 +158,6 @@ def tokenizer_of(model_path: str, max_length: int) -> Tokenize:
     """Tokenizes conversations with speculators' own preprocessing, which drops some without saying which."""
 
     def tokenize(talks: list[Talk]) -> list[dict[str, Any] | str]:
-        import spec_vllm_compat  # noqa: F401, I001 - before speculators
         from datasets import Dataset
         from speculators.data_generation.preprocessing import build_eagle3_dataset
         from transformers import AutoTokenizer

@@ -11,42 +11,29 @@ from spec_vllm_compat.errors import CompatError
 VOCABULARY = 512
 HEADS = 4
 EXPERTS = 8
+BLOCK = 128  # widths are multiples of it: kernels for quantised weights know no others
 
 #: Sizes that are cut to at most so much wherever they occur in the language part.
 _AT_MOST = {
-    "num_experts": EXPERTS,
-    "n_routed_experts": EXPERTS,
-    "num_local_experts": EXPERTS,
-    "num_experts_per_tok": 2,
-    "n_group": 4,
-    "topk_group": 2,
-    "moe_intermediate_size": 128,
-    "shared_expert_intermediate_size": 128,
-    "q_lora_rank": 128,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "first_k_dense_replace": 1,
-    "sliding_window": 128,
-    "num_nextn_predict_layers": 0,
-    "num_kv_shared_layers": 0,
-    "moe_topk": 2,
-    "expert_ffn_hidden_size": 128,
-    "ffn_hidden_size": 512,
-}
+    "num_experts": EXPERTS, "n_routed_experts": EXPERTS, "num_local_experts": EXPERTS,
+    "num_experts_per_tok": 2, "moe_topk": 2, "n_group": 4, "topk_group": 2,
+    "q_lora_rank": 128, "first_k_dense_replace": 1, "sliding_window": 128,
+    "num_nextn_predict_layers": 0, "num_kv_shared_layers": 0,
+}  # fmt: skip
+#: The same for sizes that devices share: so much for each.
+_AT_MOST_EACH = {
+    "moe_intermediate_size": BLOCK, "shared_expert_intermediate_size": BLOCK, "expert_ffn_hidden_size": BLOCK,
+    "ffn_hidden_size": 4 * BLOCK, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+}  # fmt: skip
 
 #: Older names of the sizes that are made small.
 _NAMES = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
 
 
-def shrink(config: dict[str, Any], *, keep_vocabulary: bool) -> dict[str, Any]:
-    """The small copy.
+def shrink(config: dict[str, Any], *, keep_vocabulary: bool, tp_size: int = 1) -> dict[str, Any]:
+    """The small copy of a full ``config.json``, large enough for ``tp_size`` devices to share.
 
-    Args:
-        config: a full ``config.json``.
-        keep_vocabulary: the model's own tokenizer will be used, so token ids stay as they are.
-
-    Raises:
-        CompatError: a model without attention heads.
+    With ``keep_vocabulary`` the model's own tokenizer will be used, and token ids stay. CompatError for a model without heads.
     """
     small = copy.deepcopy(config)
     text = text_part(small)
@@ -57,10 +44,10 @@ def shrink(config: dict[str, Any], *, keep_vocabulary: bool) -> dict[str, Any]:
     layers = _fewer_layers(text, old_layers)
     if "max_window_layers" in text:
         text["max_window_layers"] = min(text["max_window_layers"], layers)
-    for name, most in _AT_MOST.items():
+    for name, most in (_AT_MOST | {name: each * tp_size for name, each in _AT_MOST_EACH.items()}).items():
         if isinstance(text.get(name), int):
             text[name] = min(text[name], most)
-    _heads(text)
+    _heads(text, tp_size)
     wide = 2 * text["hidden_size"]
     text["intermediate_size"] = [wide] * layers if isinstance(text.get("intermediate_size"), list) else wide
     if "initializer_range" in text:
@@ -96,8 +83,8 @@ def _layers(text: dict[str, Any]) -> int:
     return min(needed, int(text["num_hidden_layers"]))
 
 
-def _heads(text: dict[str, Any]) -> None:
-    """Fewer heads of the same width: kernels know only some widths."""
+def _heads(text: dict[str, Any], tp_size: int) -> None:
+    """Fewer heads of the same width: kernels know only some widths. Each device has as many."""
     if "num_attention_heads" not in text:
         raise CompatError(
             "expected a model with attention heads, whose number can be made smaller; found none in the configuration. "
@@ -106,13 +93,16 @@ def _heads(text: dict[str, Any]) -> None:
     heads = text["num_attention_heads"]
     width = text.get("head_dim") or text["hidden_size"] // heads
     shared = heads // max(1, text.get("num_key_value_heads") or heads)
-    text["num_attention_heads"] = HEADS
+    each = HEADS
+    while each * width % BLOCK:
+        each *= 2
+    text["num_attention_heads"] = few = each * tp_size
     if "num_key_value_heads" in text:
-        text["num_key_value_heads"] = HEADS if shared == 1 else 2
-    text["hidden_size"] = HEADS * width
+        text["num_key_value_heads"] = few if shared == 1 else few // 2
+    text["hidden_size"] = few * width
     if "mamba_n_heads" in text and "mamba_d_ssm" not in text:
         inner, width = text.get("mamba_expand", 2) * text["hidden_size"], text.get("mamba_d_head")
-        text["mamba_n_heads"] = inner // width if isinstance(width, int) else 2 * HEADS
+        text["mamba_n_heads"] = inner // width if isinstance(width, int) else 2 * few
 
 
 def _vocabulary(config: dict[str, Any], text: dict[str, Any]) -> None:

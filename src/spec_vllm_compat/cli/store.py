@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from spec_vllm_compat.cli.progress import counted
 from spec_vllm_compat.errors import CompatError
 
 _NAME = re.compile(r"^data_(\d+)\.pt$")
@@ -33,6 +34,11 @@ def sample_path(root: Path, shard_size: int, number: int) -> Path:
         return root / f"data_{number}.pt"
     first = number - number % shard_size
     return root / f"rows_{first}-{first + shard_size}" / f"data_{number}.pt"
+
+
+def newer_samples(root: Path) -> dict[int, Path]:
+    """The samples of a folder in the format of speculators 0.5 and newer, which ``convert`` writes."""
+    return {int(path.stem[3:]): path for path in (root / "hidden_states").glob("hs_*.safetensors")}
 
 
 def find_samples(root: Path) -> tuple[dict[int, list[Path]], list[Path]]:
@@ -107,11 +113,7 @@ def link_lengths(root: Path, folder: Path) -> None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold a lock for the block; it ends with the process, however that ends.
-
-    Raises:
-        CompatError: another process holds it.
-    """
+    """Hold a lock for the block, or raise CompatError. It ends with the process, however that ends."""
     from filelock import FileLock, Timeout
 
     try:
@@ -144,16 +146,16 @@ def check_sample(
     if problem:
         return [("format", problem)], None
     ids, mask, states = sample["input_ids"], sample["loss_mask"], sample["hidden_states"]
-    rows, widths = {len(state) for state in states}, {state.shape[1] for state in states}
+    rows, widths = ({state.shape[axis] for state in states} for axis in (0, 1))
     dtypes = {str(state.dtype).removeprefix("torch.") for state in states}
     checks = (
-        ("mask", len(mask) != len(ids), f"loss_mask of {len(mask)} for {len(ids)} tokens"),
+        ("mask", len(mask) != len(ids), f"loss_mask of {len(mask)} for {counted(len(ids), 'token')}"),
         ("mask", len(mask) == len(ids) and loss_mask is not None and mask.tolist() != list(loss_mask),
          "loss_mask is not that of the prepared data"),
         ("ids", input_ids is not None and ids.tolist() != list(input_ids),
          "input_ids are not those of the prepared data"),
-        ("layers", layers is not None and len(states) != layers, f"{len(states)} layers, {layers} asked for"),
-        ("rows", rows != {len(ids)}, f"{min(rows)} rows for {len(ids)} tokens"),
+        ("layers", layers not in (None, len(states)), f"{counted(len(states), 'layer')}, {layers} asked for"),
+        ("rows", rows != {len(ids)}, f"{counted(min(rows), 'row')} for {counted(len(ids), 'token')}"),
         ("width", len(widths) > 1 or widths != {hidden_size or min(widths)},
          f"rows of width {sorted(widths)}, expected {hidden_size or 'one width'}"),
         ("dtype", len(dtypes) > 1 or dtypes != {dtype or min(dtypes)},
@@ -183,11 +185,8 @@ def _format(sample: Any) -> str | None:
     if not integers(sample["input_ids"]) or not len(sample["input_ids"]):
         return "input_ids is not a 1-dimensional integer tensor with at least one token"
     states = sample["hidden_states"]
-    if (
-        not isinstance(states, list)
-        or not states
-        or not all(isinstance(s, torch.Tensor) and s.dim() == 2 for s in states)
-    ):
+    tensors = isinstance(states, list) and all(isinstance(rows, torch.Tensor) and rows.dim() == 2 for rows in states)
+    if not tensors or not states:
         return "hidden_states is not a list of 2-dimensional tensors"
     if not integers(sample["loss_mask"]):
         return f"loss_mask is {type(sample['loss_mask']).__name__}, not a 1-dimensional integer tensor"

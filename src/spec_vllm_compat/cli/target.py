@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,7 @@ class TargetModel:
     def layer_ids(self, asked: tuple[int, ...]) -> list[int]:
         """The layers to extract: those asked for, or speculators' own choice.
 
-        Raises:
-            CompatError: a layer does not exist, or speculators' choice makes no sense for so few layers.
+        Raises CompatError where a layer does not exist or speculators' choice makes no sense for so few layers.
         """
         layers = list(asked) or [2, self.num_layers // 2, self.num_layers - 3, self.num_layers - 1]
         wrong = [layer for layer in layers if not 0 <= layer < self.num_layers]
@@ -52,8 +52,7 @@ class TargetModel:
 def read_target(path: str, *, trust_remote_code: bool = False) -> TargetModel:
     """The facts of a model: a folder, a ``config.json``, or a model in the hub's cache.
 
-    Raises:
-        CompatError: there is none, or it brings its own code and is not trusted.
+    Raises CompatError where there is none, or where it brings its own code and is not trusted.
     """
     place = Path(path).expanduser()
     file = place / "config.json" if place.is_dir() else place
@@ -64,9 +63,10 @@ def read_target(path: str, *, trust_remote_code: bool = False) -> TargetModel:
             file = Path(hf_hub_download(path, "config.json"))  # asks the hub only where that is allowed
         config = json.loads(file.read_text(encoding="utf-8"))
     except Exception as error:  # noqa: BLE001 - whatever the hub or the file says, there is no configuration
+        hint = "" if "HF_HUB_OFFLINE" in os.environ else " Without a network, HF_HUB_OFFLINE=1 saves the hub's retries."
         raise CompatError(
             f"{path}: expected a folder with config.json, a configuration, or a model in the hub's cache; found none "
-            f"({type(error).__name__}: {str(error).splitlines()[0]:.100})"
+            f"({type(error).__name__}: {str(error).splitlines()[0]:.100}).{hint}"
         ) from None
     if "auto_map" in config and not trust_remote_code:
         raise CompatError(f"{path} brings its own Python code; read it, then pass --trust-remote-code")
@@ -87,6 +87,18 @@ def read_target(path: str, *, trust_remote_code: bool = False) -> TargetModel:
         max_length=text.get("max_position_embeddings"),
         dtype="bfloat16" if dtype == "float32" else dtype,  # what vLLM's dtype="auto" makes of it
     )
+
+
+def random_model(path: str, architecture: str, *, trust_remote_code: bool) -> Any:
+    """What Transformers makes of a configuration; ValueError and others where it cannot."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    if hasattr(transformers, architecture):
+        return getattr(transformers, architecture)(config)
+    if "AutoModelForCausalLM" in getattr(config, "auto_map", {}):
+        return transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    raise ValueError(f"it has no {architecture}")
 
 
 def text_part(config: dict[str, Any]) -> dict[str, Any]:

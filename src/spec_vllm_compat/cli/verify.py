@@ -6,15 +6,14 @@ import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import click
 
 from spec_vllm_compat.cli import faults
-from spec_vllm_compat.cli.progress import Bar, human
-from spec_vllm_compat.cli.store import check_sample, find_samples, read_json
+from spec_vllm_compat.cli.progress import Bar, counted, human, shown
+from spec_vllm_compat.cli.store import check_sample, find_samples, newer_samples, read_json
 from spec_vllm_compat.errors import CompatError
 
 SHOWN = 5  # examples of one problem
@@ -26,6 +25,10 @@ Looked at: every file readable; tokens, loss mask, rows and layers fit each othe
 no two files of one sample; configuration and manifests consistent; nothing else that the trainer would read.
 Damage with a known cause is named: rows lost at a scheduler step (speculators 0.3), results in the string order of
 request ids (0.4), layers dropped.
+
+\b
+A row is what one layer computed for one token, a vector; a sample has as many rows in each layer as it has tokens.
+A hole is a number N below that of the samples asked for, without its data_N.pt.
 
 \b
 Only a comparison tells whether the numbers are right:
@@ -68,7 +71,7 @@ class File:
     rows: int = 0
     layers: int = 0
     kind: str = ""
-    ids_hash: str = ""
+    ids_hash: int = 0
 
 
 @click.command("verify", help=HELP, short_help="Check extracted samples.")
@@ -79,7 +82,7 @@ class File:
 @click.option("--against", type=click.Choice(["transformers"]), help="Recompute rows; needs --model-path.")
 @click.option("--model-path", metavar="MODEL", help="Default: the one that DIR was made with.")
 @click.option("--samples", default=8, show_default=True, type=click.IntRange(1), help="How many to recompute.")
-@click.option("--tolerance", default=0.1, show_default=True, help="Relative error of a row that is always let pass.")
+@click.option("--trust-remote-code", is_flag=True, help="With --against: run the code that the model's folder brings.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def command(directory: Path, as_json: bool, **given: Any) -> int:
     check = Verification(directory)
@@ -90,7 +93,7 @@ def command(directory: Path, as_json: bool, **given: Any) -> int:
     if given["against"] is not None:
         if model_path is None:
             raise click.UsageError("--against needs --model-path: DIR does not say which model it was made with")
-        check.against_transformers(model_path, given["samples"], given["tolerance"])
+        check.against_transformers(model_path, given["samples"], trust_remote_code=given["trust_remote_code"])
     click.echo(json.dumps(check.result(), indent=1) if as_json else check.text())
     return 1 if check.problems else 0
 
@@ -105,6 +108,12 @@ class Verification:
         self.found: dict[int, File] = {}
         self.manifests = {path.name: read_json(path) for path in sorted(root.glob("manifest*.json"))}
         self._files, self._strays = find_samples(root)
+        if not self._files and (newer := newer_samples(root)):
+            raise CompatError(
+                f"{root}: expected data_N.pt; found {counted(len(newer), 'file')} hidden_states/hs_I.safetensors, the format "
+                "of speculators 0.5 and newer. `convert` compared each file that it wrote with what it read, so verify the "
+                f"folder that was converted, or convert {root} back and verify that."
+            )
         self.layer_ids: list[int] | None = None
         self.num_samples: int | None = None
         self.model_path: str | None = None
@@ -136,9 +145,8 @@ class Verification:
             if differing:
                 self.problem("manifest", f"manifests differ in {', '.join(differing)}", name)
         if self.layer_ids not in (None, identity["layer_ids"]):
-            self.problem(
-                "config", f"data_config.json says layers {self.layer_ids}, the manifest {identity['layer_ids']}"
-            )
+            text = f"data_config.json says layers {self.layer_ids}, the manifest {identity['layer_ids']}"
+            self.problem("config", text)
         self.layer_ids, self._dtype = identity["layer_ids"], identity["save_dtype"]
         self.num_samples, self.model_path = first["num_samples"], first["model"]
         begun = [manifest["shard"] for manifest in self.manifests.values()]
@@ -163,15 +171,15 @@ class Verification:
         self._judge()
 
     def _look(self, number: int, path: Path, values: bool) -> File:
-        layers = len(self.layer_ids) if self.layer_ids is not None else None
+        layers = None if self.layer_ids is None else len(self.layer_ids)
         problems, sample = check_sample(path, values=values, layers=layers, dtype=self._dtype)
         file = File(number, path, problems, path.stat().st_size)
         if sample is not None:
             ids, states = sample["input_ids"], sample["hidden_states"]
             file.tokens, file.mask, file.layers = len(ids), len(sample["loss_mask"]), len(states)
             file.rows, width = states[0].shape
-            file.kind = f"{len(states)} layers of {width} {str(states[0].dtype).removeprefix('torch.')}"
-            file.ids_hash = _hash(ids)
+            file.kind = f"{counted(len(states), 'layer')} of {width} {str(states[0].dtype).removeprefix('torch.')}"
+            file.ids_hash = hash(tuple(ids.tolist()))
         return file
 
     def _judge(self) -> None:
@@ -183,13 +191,12 @@ class Verification:
         if len(kinds) > 1:
             self.problem("mixed", f"files differ: {', '.join(kinds)}")
         self._look_for_holes()
-        same: dict[str, list[int]] = {}
+        same: dict[int, list[int]] = {}
         for file in good:
             same.setdefault(file.ids_hash, []).append(file.number)
         repeated = [" = ".join(f"data_{n}" for n in numbers[:4]) for numbers in same.values() if len(numbers) > 1]
         if repeated:
-            shown = "; ".join(repeated[:SHOWN])
-            self.notes.append(f"{len(repeated)} samples occur more than once (in the data too?): {shown}")
+            self.notes.append(f"samples with the same tokens (in the data too?): {'; '.join(shown(repeated, SHOWN))}")
         self._name_faults()
 
     def _look_for_holes(self) -> None:
@@ -197,8 +204,10 @@ class Verification:
         total = self.num_samples if self.num_samples is not None else max(self._files, default=-1) + 1
         expected = [number for number in range(total + len(skipped)) if number not in skipped]
         holes = sorted(set(expected) - set(self._files))
-        if holes or not self._files:
-            self.problem("holes", f"{len(holes)} samples are not there", *(f"data_{number}" for number in holes))
+        if not self._files:
+            self.problem("holes", "no sample is there: no file below DIR is called data_N.pt")
+        elif holes:
+            self.problem("holes", "samples are not there", *(f"data_{number}" for number in holes))
         for manifest in self.manifests.values():
             for failed in manifest["failed"]:
                 if failed["number"] in holes:
@@ -228,7 +237,7 @@ class Verification:
         limit = next(iter(self.manifests.values()))["identity"]["max_seq_len"] if self.manifests else 1 << 30
         tokenize = prepared_data.tokenizer_of(model_path or "", limit)
         prepared = prepared_data.read(path, max_length=limit, vocab_size=1 << 31, seed=seed, tokenize=tokenize)
-        places = {_hash(sample.input_ids): sample.number for sample in prepared.samples}
+        places = {hash(tuple(sample.input_ids)): sample.number for sample in prepared.samples}
         by_number = {sample.number: sample for sample in prepared.samples}
         moved: dict[int, int] = {}
         for number, file in self.found.items():
@@ -252,12 +261,14 @@ class Verification:
         if not {"ids", "mask"} & set(self.problems):
             self.notes.append(f"tokens and masks are those of {path}, in their places")
 
-    def against_transformers(self, model_path: str, count: int, tolerance: float) -> None:
+    def against_transformers(self, model_path: str, count: int, *, trust_remote_code: bool = False) -> None:
         """Recompute the rows of some samples, one at a time."""
         import torch
 
         from spec_vllm_compat.cli.compare import compare
+        from spec_vllm_compat.cli.target import read_target
 
+        read_target(model_path, trust_remote_code=trust_remote_code)
         if self.layer_ids is None:
             raise CompatError(f"{self.root}: expected layer ids in data_config.json or a manifest; found none")
         usable = [file for file in self.found.values() if not file.problems]
@@ -265,11 +276,11 @@ class Verification:
         if not chosen:
             raise CompatError(f"{self.root}: expected at least one sound sample to recompute; found none")
         samples = [torch.load(file.path, map_location="cpu", weights_only=True) for file in chosen]
-        found = compare(model_path, samples, self.layer_ids, tolerance)
-        for index, text in found.wrong:
+        sentence, wrong = compare(model_path, samples, self.layer_ids, trust_remote_code=trust_remote_code)
+        for index, text in wrong:
             self.problem("numbers", "rows are not those of the model", f"data_{chosen[index].number}: {text}")
         numbers = ", ".join(str(file.number) for file in chosen)
-        self.notes.append(f"recomputed with Transformers: samples {numbers}; {found.sentence}")
+        self.notes.append(f"recomputed with Transformers: samples {numbers}; {sentence}")
 
     # -- the result ------------------------------------------------------------------------------------------------
 
@@ -288,25 +299,18 @@ class Verification:
 
     def text(self) -> str:
         result = self.result()
-        expected = f" of {self.num_samples:,}" if self.num_samples is not None else ""
+        expected = "" if self.num_samples is None else f"{len(self.found):,} of "
         lines = [
-            f"{self.root}: {result['samples']:,}{expected} samples, {result['tokens']:,} tokens, "
-            f"{human(result['bytes'])}, layers {self.layer_ids or 'unknown'}"
+            f"{self.root}: {expected}{counted(self.num_samples or len(self.found), 'sample')}, "
+            f"{counted(result['tokens'], 'token')}, {human(result['bytes'])}, layers {self.layer_ids or 'unknown'}",
+            *(f"  {name}: {status}" for name, status in list(result["manifests"].items())[:8]),
+            *(["  no manifest: not written by spec-vllm-compat"] if not self.manifests else []),
+            *(f"  {note}" for note in self.notes),
         ]
-        lines += [f"  {name}: {status}" for name, status in list(result["manifests"].items())[:8]]
-        if not self.manifests:
-            lines.append("  no manifest: not written by spec-vllm-compat")
-        lines += [f"  {note}" for note in self.notes]
         for problem in self.problems.values():
             lines.append(f"WRONG {problem.id}: {problem.text}" + (f" ({len(problem.where)})" if problem.where else ""))
-            lines += [f"    {where}" for where in problem.where[:SHOWN]]
-            if len(problem.where) > SHOWN:
-                lines.append(f"    ... and {len(problem.where) - SHOWN} more")
-        lines.append("nothing wrong was found" if not self.problems else f"{len(self.problems)} kinds of problems")
+            lines += [f"    {where}" for where in shown(problem.where, SHOWN)]
+        lines.append(
+            f"{counted(len(self.problems), 'kind')} of problem" if self.problems else "nothing wrong was found"
+        )
         return "\n".join(lines)
-
-
-def _hash(ids: Any) -> str:
-    import numpy
-
-    return sha256(numpy.asarray(ids, dtype=numpy.int64).tobytes()).hexdigest()

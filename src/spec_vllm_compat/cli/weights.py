@@ -11,7 +11,7 @@ from vllm.config import LoadConfig
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
-FORMAT = "spec_vllm_compat_random"
+from spec_vllm_compat.cli.logprobs import FORMAT
 
 #: Scale of a quantised weight, so that what it stands for has about the size of one drawn by :func:`randomise`.
 SCALES = {torch.float8_e4m3fn: 0.04, torch.int8: 6e-4, torch.int32: 0.01}
@@ -35,11 +35,13 @@ def randomise(model: torch.nn.Module) -> None:
         if weight.is_meta or leaf in ("k_scale", "v_scale", "q_scale", "prob_scale"):  # left to vLLM
             continue
         random = torch.Generator(weight.device).manual_seed(number)
-        if "scale" in leaf and weight.is_floating_point():
+        if "scale" in leaf and weight.dtype == torch.uint8:  # of MXFP4: the exponent of a power of two, plus 127
+            weight.fill_(121)
+        elif "scale" in leaf and weight.is_floating_point():
             beside = {parameter.dtype for parameter in model.get_submodule(module).parameters(recurse=False)}
             weight.fill_(next((scale for dtype, scale in SCALES.items() if dtype in beside), 0.04))
         elif not weight.is_floating_point():
-            if leaf in ("g_idx", "weight_g_idx", "weight_shape"):
+            if leaf.endswith(("g_idx", "weight_shape")):
                 weight.zero_()
             else:
                 limits = torch.iinfo(weight.dtype)
