@@ -42,7 +42,12 @@ def test_a_cell_names_the_settings_that_it_needs(monkeypatch: pytest.MonkeyPatch
     assert row(page, "LlamaForCausalLM").endswith("| right, 2e-06 float32, `VLLM_MLA_DISABLE=1` |")
 
 
-@pytest.mark.parametrize("state", ["refused", "not run", "wrong"])
+def test_a_cell_names_the_newer_model_runner(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    page = rendered(monkeypatch, tmp_path, {**RIGHT, "model_runner": "V2"})
+    assert row(page, "LlamaForCausalLM").endswith("| right, 2e-06 float32, model runner V2 |")
+
+
+@pytest.mark.parametrize("state", ["refused", "not run", "undecided", "wrong"])
 def test_other_states_are_not_called_right(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, state: str) -> None:
     bad = {**RIGHT, "name": "qwen2", "state": state, "note": "the reason"}
     page = rendered(monkeypatch, tmp_path, RIGHT, bad)
@@ -79,7 +84,7 @@ def test_a_crash_is_a_result(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     script = tmp_path / "crash.py"
     script.write_text("import sys; print('why', file=sys.stderr); sys.exit(3)")
     monkeypatch.setattr(architectures, "__file__", str(script))
-    found = architectures.supervise("llama", 60)
+    found = architectures.supervise("llama", 60, [])
     assert (found["state"], found["note"]) == ("not run", "exit status 3 / why")
 
 

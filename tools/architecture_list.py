@@ -766,6 +766,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         {
             **SIZES,
             **MOE,
+            "num_experts_per_tok": 8,  # all of them: rounding to bfloat16 would choose others
             "num_hidden_layers": 8,
             "shared_expert_intermediate_size": 64,
             "linear_num_key_heads": 2,
@@ -793,7 +794,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "minimax": Architecture(
         "minimax",
-        {**SIZES, "head_dim": 64, "num_local_experts": 4, "block_size": 32},
+        {**SIZES, "head_dim": 64, "num_local_experts": 4, "block_size": 32, "postnorm": True},
         "MiniMaxForCausalLM",
         finish=without_buffers,
     ),
@@ -964,6 +965,8 @@ ARCHITECTURES: dict[str, Architecture] = {
             "layer_types": ["conv", "full_attention"] * 3,
             "block_auto_adjust_ff_dim": False,
             "conv_dim": 128,
+            "block_dim": 128,
+            "block_ff_dim": 256,
         },
         "Lfm2ForCausalLM",
     ),

@@ -30,13 +30,15 @@ and loaded through the unmodified `VllmHiddenStatesGenerator`: batches of 1 to 2
 are split, all layers, every row compared with Transformers' for the same checkpoint.
 
 * **right**: the worst relative error of a row. The comparison would not have passed for the neighbouring layer or position:
-  those are off by more than 0.1 in these models, the bound is 1e-4 in float32 and 0.1 in bfloat16 and float16. In these two,
-  rounding chooses other experts in some rows of a model with experts: at most twice as many rows may be beyond the bound as
-  in Transformers' own run in that dtype.
+  those are off by more than the bound, which is 1e-4 in float32; in bfloat16 and float16 the first of 0.1, 0.2 and 0.3 that
+  Transformers' own run in that dtype keeps in all but a tenth of the rows. There, rounding chooses other experts in some
+  rows of a model with experts: at most twice as many rows may be beyond the bound as in Transformers' own run.
 * **right by vLLM**: vLLM itself computes something else than Transformers for this checkpoint. The judge is then unpatched
   vLLM's own prompt log-probabilities, which those that follow from the captured last layer must equal (2e-3 nats; rows
   shifted by one position are off by more than 0.2). The layers before the last are not judged in this way.
 * **refused**: `generate()` or the constructor raised, with the reason below. No row was returned.
+* **undecided**: rows came, and nothing here could judge them: rounding alone moves more than a tenth of Transformers'
+  own rows by more than the bound, or they differ from Transformers' and vLLM alone gave no log-probabilities.
 * **not run**: no number. The reason is below; it is vLLM's own, on this platform, unless it says otherwise.
 
 «A row is» says which of the tensors that a decoder layer returns make the residual stream, as seen in the first step: most
@@ -48,6 +50,7 @@ STATES = {
     "right": "right",
     "right by vLLM": "right by vLLM",
     "refused": "refused",
+    "undecided": "undecided",
     "not run": "not run",
     "wrong": "**WRONG**",
 }
@@ -77,6 +80,7 @@ def cell(result: dict[str, Any] | None, note: str) -> str:
                 f"{result['name']} is called right with {result['rows']} rows and an error of {result['worst']}"
             )
         settings = "".join(f", `{name}={value}`" for name, value in result.get("environment", {}).items())
+        settings += ", model runner V2" if result.get("model_runner") == "V2" else ""
         error = f"{result['worst']:.0e}" if result["worst"] < result["tolerance"] else result["note"]
         return f"right, {error} {result['dtype']}{settings}"
     if result["state"] == "right by vLLM":
