@@ -129,9 +129,8 @@ def main() -> int:
     options = parser.parse_args()
     kills: list[dict[str, Any]] = json.loads(options.out.read_text())["kills"] if options.append else []
     rng = random.Random(options.seed)
+    import spec_vllm_compat  # noqa: F401, I001 - before speculators
     import speculators.data_generation  # noqa: F401 - once here, not in every driver
-
-    import spec_vllm_compat  # noqa: F401 - before speculators
 
     with tempfile.TemporaryDirectory() as folder:
         model = random_model.build(Path(folder))

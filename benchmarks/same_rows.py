@@ -42,9 +42,8 @@ def vllm_rows(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def our_rows(task: dict[str, Any]) -> dict[str, Any]:
+    import spec_vllm_compat  # noqa: F401, I001 - before speculators
     from speculators.data_generation import vllm_hidden_states_generator as module
-
-    import spec_vllm_compat  # noqa: F401 - before speculators
 
     config = module.ModelConfig
     module.ModelConfig = lambda **keywords: config(**{**keywords, "dtype": task["dtype"]})

@@ -290,7 +290,7 @@ class Comparison:
             elif name == "calls":
                 size.update(sequences=value * self.options.batch, length=min(self.options.length, 256))
             else:
-                size.update(length=value, batch=32, sequences=256)
+                size.update(length=value, batch=32, sequences=max(64, 8 * self.options.sweep_sequences))
             points.append({name: value, "size": size, "sides": self.measure(sides, rounds, **size)})
         return points
 
