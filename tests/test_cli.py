@@ -65,7 +65,9 @@ def test_wrong_usage_is_two_at_once(arguments):
     assert not imported & HEAVY
 
 
-@pytest.mark.parametrize("command", [[], ["doctor"], ["preflight"], ["extract"], ["verify"], ["convert"], ["run"]])
+@pytest.mark.parametrize(
+    "command", [[], ["doctor"], ["preflight"], ["extract"], ["verify"], ["convert"], ["run"], ["env"]]
+)
 def test_help_loads_nothing_heavy(command):
     status, imported = modules_of(*command, "--help")
     assert status == 0
@@ -195,6 +197,15 @@ def test_doctor_shut_out_by_vllm_plugins(findings, monkeypatch):
     found = findings()["plugin"]
     assert found.status == "warn"
     assert found.remedy
+
+
+def test_env():
+    done = call("env", VLLM_API_KEY="secret", VLLM_PLUGINS="x")
+    assert done.returncode == 0
+    assert "speculators" in done.stdout
+    assert "VLLM_PLUGINS=x" in done.stdout
+    assert "secret" not in done.stdout
+    assert done.stdout.startswith("```")
 
 
 def test_doctor_names_variables_and_no_secret(findings, monkeypatch):

@@ -233,6 +233,7 @@ def test_more_data_later(options, data):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
+        ({"resume": False}, "--no-resume wants an empty directory"),
         ({"layer_ids": (4, 5)}, "another layer_ids"),
         ({"max_seq_len": 9}, "another max_seq_len"),
         ({"save_dtype": "float32"}, "another save_dtype"),
@@ -302,9 +303,10 @@ def test_failures_in_a_row_stop_the_job(options, data):
     assert "5 samples failed in a row" in manifest["runs"][-1]["why"]
 
 
-def test_the_first_failure_can_stop_the_job(options, data):
+@pytest.mark.parametrize("how", [{"max_failures": 1}, {"fail_on_error": True}])
+def test_the_first_failure_can_stop_the_job(options, data, how):
     path = data(1, *['{"input_ids": [5, 511, 5]}'] * 20)
-    status, (generator,) = run(options(prepared_data=path, max_failures=1), poison=511)
+    status, (generator,) = run(options(prepared_data=path, **how), poison=511)
     assert (status, sum(call == [[5, 511, 5]] for call in generator.calls)) == (1, 1)
     manifest = json.loads((options().output_dir / "manifest.json").read_text())
     assert (manifest["status"], manifest["runs"][-1]["why"]) == (

@@ -771,8 +771,8 @@ ARCHITECTURES: dict[str, Architecture] = {
             "shared_expert_intermediate_size": 64,
             "linear_num_key_heads": 2,
             "linear_num_value_heads": 4,
-            "linear_key_head_dim": 32,
-            "linear_value_head_dim": 32,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
         },
         "Qwen3NextForCausalLM",
         dtype="bfloat16",  # vLLM's chunked gated delta rule takes nothing else
@@ -785,8 +785,8 @@ ARCHITECTURES: dict[str, Architecture] = {
             "num_hidden_layers": 8,
             "linear_num_key_heads": 2,
             "linear_num_value_heads": 4,
-            "linear_key_head_dim": 32,
-            "linear_value_head_dim": 32,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
         },
         "Qwen3_5ForCausalLM",
         dtype="bfloat16",  # vLLM's chunked gated delta rule takes nothing else

@@ -13,7 +13,7 @@ import click
 from spec_vllm_compat._version import __version__
 from spec_vllm_compat.errors import CompatError
 
-_COMMANDS = ("doctor", "preflight", "extract", "verify", "convert", "run")
+_COMMANDS = ("doctor", "preflight", "extract", "verify", "convert", "run", "env")
 
 HELP = """Hidden states for EAGLE-3 training with speculators 0.3 and 0.4 on the vLLM that is installed.
 

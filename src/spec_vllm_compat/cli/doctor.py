@@ -27,7 +27,7 @@ from spec_vllm_compat.versions import Versions, detect
 
 PLUGIN = "spec_vllm_compat"
 WRAPT = "1.16"  # as in pyproject.toml
-PACKAGES = ("packaging", "click", "tqdm", "datasets", "numpy", "triton", "compressed-tensors")
+PACKAGES = ("wrapt", "packaging", "click", "tqdm", "datasets", "numpy", "triton", "compressed-tensors")
 VARIABLES = ("SPEC_VLLM_COMPAT", "VLLM_", "CUDA_VISIBLE", "HF_HUB", "HF_HOME", "NCCL_", "OMP_NUM")
 SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
@@ -73,24 +73,15 @@ def _text(finding: Finding) -> str:
 def examine(output_dir: Path) -> Iterator[Finding]:
     """All findings, in order."""
     versions = detect()
-    yield Finding("python", "ok", f"{platform.python_version()} {sys.executable}")
-    memory = human(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    yield Finding("system", "ok", f"{platform.platform()}, {counted(os.cpu_count() or 1, 'CPU')}, {memory}")
-    yield Finding("shim", "ok", f"{__version__} in {Path(__file__).parents[1]}")
+    yield from environment(versions)
     switch = os.environ.get(SWITCH, "")
     if switch.lower() in {"off", "0", "false"}:
         yield Finding("switch", "fail", f"{SWITCH}={switch}: the shim changes nothing", f"unset {SWITCH}")
     else:
         yield Finding("switch", "ok", f"{SWITCH} is {switch or 'not set'}")
-    for installed in versions:
-        where = f" in {installed.location}" if installed.location else ""
-        missing = "" if installed.present else f"pip install {installed.module}"
-        yield Finding(installed.module, "fail" if missing else "ok", f"{installed}{where}", missing)
     pair = _pair(versions)
     yield pair
     yield _wrapt()
-    yield Finding("packages", "ok", ", ".join(f"{name} {_version(name)}" for name in PACKAGES))
-    yield Finding("variables", "ok", "\n".join(_variables()) or "none of ours, vLLM's, the hub's or CUDA's is set")
     yield _torch_of_vllm(versions)
     yield _plugin()
     yield Finding("remote_code", "ok", remote_code.sentence())
@@ -108,6 +99,20 @@ def examine(output_dir: Path) -> Iterator[Finding]:
     yield _disk(output_dir)
 
 
+def environment(versions: Versions) -> Iterator[Finding]:
+    """What is installed and set. Imports neither torch, vLLM nor speculators."""
+    yield Finding("python", "ok", f"{platform.python_version()} {sys.executable}")
+    memory = human(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    yield Finding("system", "ok", f"{platform.platform()}, {counted(os.cpu_count() or 1, 'CPU')}, {memory}")
+    yield Finding("shim", "ok", f"{__version__} in {Path(__file__).parents[1]}")
+    for installed in versions:
+        where = f" in {installed.location}" if installed.location else ""
+        missing = "" if installed.present else f"pip install {installed.module}"
+        yield Finding(installed.module, "fail" if missing else "ok", f"{installed}{where}", missing)
+    yield Finding("packages", "ok", ", ".join(f"{name} {_version(name)}" for name in PACKAGES))
+    yield Finding("variables", "ok", "\n".join(_variables()) or "none of ours, vLLM's, the hub's or CUDA's is set")
+
+
 def _version(distribution: str) -> str:
     try:
         return importlib.metadata.version(distribution)
@@ -120,7 +125,7 @@ def _variables() -> list[str]:
     return [f"{name}={os.environ[name]}" for name in named if not any(word in name for word in SECRET)]
 
 
-def _gpus() -> str:
+def gpus() -> str:
     """GPUs and driver as nvidia-smi names them; empty where there is none."""
     asked = ["nvidia-smi", "--query-gpu=name,memory.total,memory.free,driver_version", "--format=csv,noheader"]
     try:
@@ -226,7 +231,7 @@ def _start_method(seen: dict[str, Any]) -> Finding:
 
 
 def _devices(seen: dict[str, Any]) -> Finding:
-    torch, by_driver = seen.get("torch", {}), _gpus()
+    torch, by_driver = seen.get("torch", {}), gpus()
     if "error" in torch:
         return Finding("devices", "fail", f"torch: {torch['error']}", "Install the torch that vLLM was built for.")
     if torch.get("devices"):

@@ -155,7 +155,7 @@ class Job:
         self.plan.manifest["failed"].append({"number": sample.number, "line": sample.line, "error": text[:2000]})
         self._failed_in_a_row += 1
         progress.add(failed=1)
-        if self._failed_in_a_row >= self.options.max_failures:
+        if self.options.fail_on_error or self._failed_in_a_row >= self.options.max_failures:
             raise _Stop(f"{counted(self._failed_in_a_row, 'sample')} failed in a row: {text:.300}")
 
     def _to_save(self, sample: Sample, result: dict[str, Any]) -> dict[str, Any]:

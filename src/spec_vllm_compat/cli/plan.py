@@ -87,6 +87,11 @@ class Plan:
                 f"{self.root} holds {counted(len(samples), 'sample')} and no manifest: something else wrote them. "
                 "`verify` tells what they are worth; extract into another --output-dir."
             )
+        if samples and not self.options.resume and self.options.num_shards == 1:
+            raise CompatError(
+                f"--no-resume wants an empty directory, and {self.root} holds {counted(len(samples), 'sample')}. "
+                "Leave it out to go on with them, or use another --output-dir."
+            )
         other_data = False
         for path, manifest in manifests.items():
             for key in [key for key, value in identity.items() if manifest["identity"].get(key) != value]:
