@@ -112,3 +112,27 @@ def test_expected_failures_hold_for_their_version_only(
     cases: list[dict[str, Any]] = [{"id": case, "right": right}]
     cell.judge_expected(cases, {"vllm": vllm, "speculators": "0.3.0"})
     assert cases[0]["outcome"] == outcome
+
+
+def test_a_case_that_this_machine_cannot_run_is_neither_right_nor_tested(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    page, tested = rendered(monkeypatch, tmp_path, v0_16_0=result("impossible here"))
+    assert "| 0 of 1, 1e-06; 1 could not run there |" in page
+    assert "* vLLM 0.16.0, speculators 0.3.0 (1 cases): why." in page
+    assert '"0.3.0": ()' in tested
+
+
+@pytest.mark.parametrize(
+    ("note", "outcome"),
+    [
+        ("worker processes have ended: rank 0 (exit code -4, SIGILL: ...)", "impossible here"),
+        ("AttributeError: '_OpNamespace' '_C' object has no attribute 'rms_norm'", "impossible here"),
+        ("worker processes have ended: rank 0 (exit code -9, SIGKILL: ...)", "wrong"),
+        ("AssertionError: layer 3, row 7", "wrong"),
+    ],
+)
+def test_only_what_the_machine_lacks_is_impossible(note: str, outcome: str) -> None:
+    cases = [{**CASES[0], "right": False, "note": note}]
+    cell.judge_expected(cases, {"vllm": "0.17.0", "speculators": "0.3.0", "cpu": cell.cpu(), "glibc": "2.36"})
+    assert cases[0]["outcome"] == outcome

@@ -156,7 +156,10 @@ def _kill_a_rank_in_the_middle(generator: Any, batch: Any) -> None:
     processes = [handle.proc for handle in generator.executor.workers]
     threading.Timer(0.5, processes[1].kill).start()
     long = batch(*[2000] * 60)
-    with pytest.raises(ExtractionError, match=r"worker processes have ended: .*rank 1 \(exit code -9\), in 'step'"):
+    with pytest.raises(
+        ExtractionError,
+        match=r"worker processes have ended: .*rank 1 \(exit code -9, SIGKILL: killed from outside.*\), in 'step'",
+    ):
         _generate_for_ever(generator, long)
     with pytest.raises(CompatError, match=r"cannot be used any more.*Build a new one"):
         generator.generate(long)

@@ -32,6 +32,12 @@ EXPECTED = ROOT / "tests" / "cells" / "expected_failures.json"
 VOCABULARY = 512
 LINE = "cell-case "
 
+#: Failures that are those of one machine: pattern of the error, and what it means.
+MACHINE = {
+    r"exit code -4\b": "this vLLM's CPU build runs an instruction that this CPU does not have (SIGILL)",
+    r"'_C' object has no attribute": "this vLLM's compiled operators do not load on this machine, whose C library is older",
+}
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -46,7 +52,7 @@ def main() -> int:
     result = supervise(arguments)
     arguments.result.parent.mkdir(parents=True, exist_ok=True)
     arguments.result.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    wrong = [case for case in result["cases"] if case["outcome"] in ("wrong", "unexpectedly right")]
+    wrong = [case for case in result["cases"] if case["outcome"] in ("wrong", "unexpectedly right", "impossible here")]
     print(
         f"{result['vllm']} / {result['speculators']}: {result['right']} of {result['total']} right, {result['seconds']} s"
     )
@@ -147,11 +153,28 @@ def versions() -> dict[str, Any]:
         "packaging": of("packaging"),
         "python": platform.python_version(),
         "machine": platform.machine(),
+        "cpu": cpu(),
+        "glibc": platform.libc_ver()[1],
     }
 
 
+def cpu() -> str:
+    """Name, and which of the instructions are there that vLLM's CPU builds differ in."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    facts = dict(reversed([[part.strip() for part in line.split(":", 1)] for line in lines if ":" in line]))
+    flags = set(facts.get("flags", "").split())
+    with_, without = [
+        [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if (flag in flags) is there]
+        for there in (True, False)
+    ]
+    return f"{facts.get('model name', platform.processor())}, with {' '.join(with_)}, without {' '.join(without) or 'none'}"
+
+
 def judge_expected(cases: list[dict[str, Any]], found: dict[str, Any]) -> None:
-    """Give every case an outcome: right, wrong, expected failure, unexpectedly right."""
+    """Give every case an outcome: right, wrong, impossible here, expected failure, unexpectedly right."""
     from packaging.specifiers import SpecifierSet
     from packaging.version import InvalidVersion, Version
 
@@ -170,7 +193,13 @@ def judge_expected(cases: list[dict[str, Any]], found: dict[str, Any]) -> None:
     ]
     for case in cases:
         reason = next((entry["reason"] for entry in expected if case["id"] in entry["cases"]), None)
-        if reason is None:
+        machine = next((why for pattern, why in MACHINE.items() if re.search(pattern, case["note"])), None)
+        if reason is None and machine and not case["right"]:
+            case["outcome"], case["reason"] = (
+                "impossible here",
+                f"{machine}; {found.get('cpu')}, glibc {found.get('glibc')}",
+            )
+        elif reason is None:
             case["outcome"] = "right" if case["right"] else "wrong"
         else:
             case["outcome"] = "unexpectedly right" if case["right"] else "expected failure"
