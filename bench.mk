@@ -4,7 +4,7 @@ BENCH_OUT ?= benchmarks/results/cpu.json
 BENCH_DIR ?= .cache/bench
 # Environments that have a vLLM with extract_hidden_states (0.17 and newer), to compare with.
 BENCH_VLLM ?=
-# About 140,000 tokens: 12 minutes at 200 tokens/s, which two cores without bfloat16 instructions do; with them, 4 minutes.
+# About 140,000 tokens: 12 minutes at 200 tokens a second (estimated for two quiet cores without bfloat16 instructions).
 BENCH_SIZE ?= --sequences 16 --length 128 --batch 4
 BENCH_SWEEPS ?= layers=1,4,16,30 tokens=256,1024,2048 calls=2,8 short=24
 BENCH_ROUNDS ?= 3
