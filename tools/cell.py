@@ -193,7 +193,7 @@ def judge_expected(cases: list[dict[str, Any]], found: dict[str, Any]) -> None:
     ]
     for case in cases:
         reason = next((entry["reason"] for entry in expected if case["id"] in entry["cases"]), None)
-        machine = next((why for pattern, why in MACHINE.items() if re.search(pattern, case["note"])), None)
+        machine = next((why for pattern, why in MACHINE.items() if re.search(pattern, case.get("note", ""))), None)
         if reason is None and machine and not case["right"]:
             case["outcome"], case["reason"] = (
                 "impossible here",
