@@ -208,6 +208,14 @@ def test_env():
     assert done.stdout.startswith("```")
 
 
+def test_doctor_says_why_operators_are_missing(findings):
+    lost = {"device": "cpu", "v2_runner": False, "operators": "ImportError: version `GLIBC_2.38' not found"}
+    found = findings(vllm=lost)["operators"]
+    assert found.status == "warn"
+    assert "GLIBC_2.38" in found.reason
+    assert findings(vllm={**lost, "operators": ""})["operators"].status == "ok"
+
+
 def test_doctor_names_variables_and_no_secret(findings, monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")

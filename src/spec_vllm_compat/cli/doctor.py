@@ -93,6 +93,8 @@ def examine(output_dir: Path) -> Iterator[Finding]:
         yield Finding("patch_sets", "fail", f"not decided: see {cause}")
     else:
         yield from _generator(seen["generator"], seen["early"])
+    if "operators" in seen.get("vllm", {}):
+        yield _operators(seen["vllm"]["operators"])
     yield _start_method(seen)
     yield _devices(seen)
     yield _shared_memory()
@@ -218,6 +220,13 @@ def _generator(seen: dict[str, Any], early: list[str]) -> Iterator[Finding]:
         yield Finding("hook_order", "fail", reason, "Look with `python -X importtime -c pass`.")
     else:
         yield Finding("hook_order", "ok", f"the generator is patched when it is imported ({seen['file']})")
+
+
+def _operators(missing: str) -> Finding:
+    if not missing:
+        return Finding("operators", "ok", "vLLM's compiled operators are loaded")
+    reason = f"vLLM's compiled operators did not load: {missing}. Most models will fail at their first forward pass."
+    return Finding("operators", "warn", reason, "Install a vLLM that was built for this system and this torch.")
 
 
 def _start_method(seen: dict[str, Any]) -> Finding:

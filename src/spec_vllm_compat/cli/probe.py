@@ -37,7 +37,21 @@ def _vllm() -> dict[str, Any]:
     from vllm.platforms import current_platform
 
     v2_runner = bool(getattr(vllm.envs, "VLLM_USE_V2_MODEL_RUNNER", False))
-    return {"device": current_platform.device_type, "v2_runner": v2_runner}
+    return {"device": current_platform.device_type, "v2_runner": v2_runner, "operators": _operators()}
+
+
+def _operators() -> str:
+    """Why vLLM's compiled operators are not there; empty if they are. vLLM only logs it, and fails at the first forward."""
+    import torch
+    import vllm._custom_ops
+
+    if hasattr(torch.ops._C, "rms_norm"):
+        return ""
+    try:
+        import vllm._C  # noqa: F401
+    except Exception as error:  # noqa: BLE001 - a C library that is too old, another torch
+        return f"{type(error).__name__}: {error}"
+    return "vllm._C can be imported and has no rms_norm"
 
 
 if __name__ == "__main__":
