@@ -401,6 +401,24 @@ def test_a_comparison_must_tell_right_rows_from_wrong_ones(tmp_path):
             trial._judge("x", own, neighbours, 0.1)
 
 
+@pytest.mark.parametrize(("why", "fails"), [("layer 1 holds layer 2", True), ("layer 1 has 9 of 9 rows off", False)])
+def test_rows_of_another_layer_are_no_matter_for_log_probabilities(tmp_path, monkeypatch, why, fails):
+    pytest.importorskip("torch")
+    from spec_vllm_compat import CompatError
+    from spec_vllm_compat.cli import compare
+    from spec_vllm_compat.cli.trial import Trial
+
+    monkeypatch.setattr(compare, "compare", lambda *_args, **_how: ("9 rows", [(0, why)]))
+    trial = Trial.__new__(Trial)
+    trial.place, trial.trust_remote_code, trial.lines = tmp_path, False, []
+    if fails:
+        with pytest.raises(CompatError, match=f"rows differ from Transformers: {why}"):
+            trial._as_transformers([], [0, 1, 2])
+    else:
+        assert not trial._as_transformers([], [0, 1, 2])
+    assert trial.lines == [f"compared   with Transformers in float32: DIFFERENT: {why}; 9 rows"]
+
+
 def test_a_copy_that_was_not_quantised_is_no_trial_of_it(tmp_path):
     from spec_vllm_compat import CompatError
     from spec_vllm_compat.cli.trial import Trial
