@@ -174,6 +174,7 @@ def share() -> float:
 
 def extract(architecture: Architecture, path: Path) -> dict[str, Any]:
     import spec_vllm_compat
+    from spec_vllm_compat.cli.trial import use_states
 
     # isort: split
     from speculators.data_generation import vllm_hidden_states_generator as module
@@ -197,6 +198,7 @@ def extract(architecture: Architecture, path: Path) -> dict[str, Any]:
         generator = module.VllmHiddenStatesGenerator(
             str(path), layer_ids=layers, max_model_len=256, gpu_memory_utilization=share(), **more
         )
+        generator.executor.collective_rpc(use_states)
         results = [result for batch in batches() for result in generator.generate(batch)]
     except Exception as error:  # noqa: BLE001 - whatever it is, it is the outcome
         text = f"{type(error).__name__}: {error}".split("\nTraceback")[0]

@@ -352,6 +352,24 @@ LEANS: tuple[Lean, ...] = (
         "rows cannot be attributed",
     ),
     Lean(
+        "recurrent_state",
+        "vllm.model_executor.layers.mamba.abstract:MambaBase.kv_cache",
+        "custom_worker, _patched_forward",
+        "a prompt of one token begins with another one's state",
+    ),
+    Lean(
+        "recurrent_state",
+        f"{_V1}.kv_cache_config",
+        "custom_worker, _patched_forward",
+        "a prompt of one token begins with another one's state",
+    ),
+    Lean(
+        "recurrent_state",
+        "vllm.v1.core.sched.output:CachedRequestData.new_block_ids",
+        "custom_worker, _patched_forward",
+        "a prompt of one token begins with another one's state",
+    ),
+    Lean(
         "two_phase",
         f"{_V1}.execute_model_state",
         "generator, executor.sample_tokens(...)",

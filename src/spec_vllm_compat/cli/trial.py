@@ -92,6 +92,7 @@ class Trial:
                 gpu_memory_utilization=memory if self.full else min(memory, 0.3),
             )  # fmt: skip
         try:
+            generator.executor.collective_rpc(use_states)
             results = [sample for batch in batches for sample in generator.generate(batch)]
             container = generator.executor.session.capturing.container
             self.lines.append(f"hooks      {container}.K, K = {layers}; {self.config['architectures'][0]}")
@@ -176,6 +177,14 @@ class Trial:
         if far > (len(own) // 10 if any(name in text_part(self.config) for name in ROUTED) else 0):
             raise CompatError(f"rows differ from {what}: {text}")
         return text
+
+
+def use_states(worker: Any) -> None:
+    """In the worker: recurrent states as other requests leave them. They are zero in a new engine alone."""
+    from spec_vllm_compat.worker.recurrent import states
+
+    for _, state in states(worker):
+        state.fill_(1)
 
 
 def _methods(worker: Any) -> list[str]:

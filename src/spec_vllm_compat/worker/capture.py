@@ -10,6 +10,7 @@ import torch
 
 from spec_vllm_compat.protocol import Capturing, Chunk, Inline, Layout, Segment, Step
 from spec_vllm_compat.worker.layers import CaptureError, Meaning, Usage, find_decoder_layers, float16_factor, returned
+from spec_vllm_compat.worker.recurrent import clear_states
 from spec_vllm_compat.worker.sink import Sink
 
 SAMPLES = 8  # values a layer
@@ -141,6 +142,7 @@ class Capture:
         self._calls = [0] * len(self._calls)
         self._inputs = {}
         try:
+            clear_states(worker, scheduler_output)
             worker.execute_model(scheduler_output)
             if not scheduled:
                 return Step()

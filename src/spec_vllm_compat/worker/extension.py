@@ -11,7 +11,7 @@ from spec_vllm_compat.worker.capture import Capture
 from spec_vllm_compat.worker.sink import Sink
 
 #: Patch sets whose code runs here. The driver compares this with its own list.
-PATCH_SETS = ("forward_hooks", "two_phase")
+PATCH_SETS = ("forward_hooks", "recurrent_state", "two_phase")
 
 
 class HiddenStatesCapture:
