@@ -84,7 +84,7 @@ def test_a_crash_is_a_result(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     script = tmp_path / "crash.py"
     script.write_text("import sys; print('why', file=sys.stderr); sys.exit(3)")
     monkeypatch.setattr(architectures, "__file__", str(script))
-    found = architectures.supervise("llama", 60, [])
+    found = architectures.supervise("llama", 60)
     assert (found["state"], found["note"]) == ("not run", "exit status 3 / why")
 
 

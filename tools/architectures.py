@@ -25,7 +25,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -99,7 +99,7 @@ def result_file(folder: Path, name: str, about: dict[str, Any]) -> Path:
     return folder / f"{name}-vllm-{about['vllm']}-speculators-{about['speculators']}{device}.json"
 
 
-def supervise(name: str, timeout: float, gpus: list[int]) -> dict[str, Any]:
+def supervise(name: str, timeout: float, gpus: Sequence[int] = ()) -> dict[str, Any]:
     """Run one architecture in a child process; a crash or a hang is a result too."""
     began = time.monotonic()
     environment = {
