@@ -37,6 +37,9 @@ class PrefillSteps(Mixin):
     session: Any = None
     executor: Any = None
 
+    _spec_vllm_compat_told: frozenset[str] = frozenset()
+    finished_req_ids: set[str]
+
     def add_request(self, request: Any) -> None:
         needed = self._blocks(request)
         if needed > self._capacity():
@@ -52,6 +55,7 @@ class PrefillSteps(Mixin):
         self._finish(request_id for request_id in list(self.requests) if self._prefilled(request_id))
         self._admit()
         output = super().schedule(*args, **kwargs)
+        self._spec_vllm_compat_told = frozenset(output.finished_req_ids)
         if output.total_num_scheduled_tokens == 0:
             if self.requests or self._held():
                 waiting = [*self.requests, *(request.request_id for request in self._held())]
@@ -70,6 +74,8 @@ class PrefillSteps(Mixin):
         """Drop every request, after an error or an interrupt."""
         self._held().clear()
         self._finish(list(self.requests))
+        # An interrupt between scheduling and the step: the workers have not heard of them. Twice does no harm.
+        self.finished_req_ids.update(self._spec_vllm_compat_told)
 
     def _finish(self, request_ids: Iterable[str], status: Any = None) -> None:
         from vllm.v1.request import RequestStatus
