@@ -37,10 +37,10 @@ def _vllm() -> dict[str, Any]:
     from vllm.platforms import current_platform
 
     v2_runner = bool(getattr(vllm.envs, "VLLM_USE_V2_MODEL_RUNNER", False))
-    return {"device": current_platform.device_type, "v2_runner": v2_runner, "operators": _operators()}
+    return {"device": current_platform.device_type, "v2_runner": v2_runner, "operators": missing_operators()}
 
 
-def _operators() -> str:
+def missing_operators() -> str:
     """Why vLLM's compiled operators are not there; empty if they are. vLLM only logs it, and fails at the first forward."""
     import torch
     import vllm._custom_ops
