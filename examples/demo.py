@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 LAYERS = [2, 15, 27, 29]
 #: vLLM runs in bfloat16, the reference in float32. Transformers' own bfloat16 run is the yardstick: rows of ours may be
 #: off by at most this many times as much. Rows of a neighbouring layer or position are off by far more.
-YARDSTICKS = 2.0
+YARDSTICKS = 4.0
 QUESTIONS = [
     "What is the capital of France?",
     "Why is the sky blue? Answer in two sentences.",

@@ -13,6 +13,12 @@ from spec_vllm_compat.worker.layers import find_decoder_layers
 #: Relative error of a row that is always let pass.
 TOLERANCE = 0.1
 
+#: Times as far off as Transformers' own run in the samples' dtype that a row may be, where that is more. A trained model
+#: has rows whose rounding errors grow a hundredfold in one block. Seen with SmolLM2 in bfloat16 on a CPU without AVX-512:
+#: one row of 920 off by 0.128, by 0.046 with Transformers, by 0.006 in the median. Never more than ``CLEARLY_WRONG``.
+ROUNDING = 4
+CLEARLY_WRONG = 0.3
+
 
 def compare(
     model_path: str, samples: Sequence[dict[str, Any]], layer_ids: Sequence[int], *, trust_remote_code: bool = False
@@ -22,8 +28,9 @@ def compare(
     Returns a sentence, and what is wrong: (index of the sample, text).
 
     In bfloat16 some rows are far off with any engine: large activations, or another expert chosen between two close
-    ones. So where rows are beyond ``TOLERANCE``, Transformers is run in the dtype of the samples too, and as many again
-    as it has in that layer are let pass. Rows of another token, request or layer are far off all together.
+    ones. So where rows are beyond ``TOLERANCE``, Transformers is run in the dtype of the samples too. A row that is far
+    off there as well may be off ``ROUNDING`` times as much; of the others, twice as many and three more as it has in
+    that layer are let pass, none where it has none. Rows of another token, request or layer are far off all together.
     """
     reference = Reference(model_path, trust_remote_code=trust_remote_code)
     exact = [reference(sample["input_ids"], layer_ids) for sample in samples]
@@ -38,9 +45,10 @@ def compare(
         reference.round_to(samples[0]["hidden_states"][0].dtype)
         rounded = [reference(sample["input_ids"], layer_ids) for sample in samples]
         for place, layer in enumerate(layer_ids):
-            ours = [_beyond(places[place]) for places in errors]
-            theirs = sum(_beyond(row_errors(low[layer], want[layer])) for low, want in zip(rounded, exact, strict=True))
-            far, own_far = far + sum(ours), own_far + theirs
+            rounding = [row_errors(low[layer], want[layer]) for low, want in zip(rounded, exact, strict=True)]
+            theirs = sum(_beyond(rows) for rows in rounding)
+            far, own_far = far + sum(_beyond(places[place]) for places in errors), own_far + theirs
+            ours = [_beyond(places[place], own) for places, own in zip(errors, rounding, strict=True)]
             if sum(ours) > (2 * theirs + 3 if theirs else 0):
                 wrong += [
                     (index, _wrong(samples[index]["hidden_states"][place], exact[index], layer, count))
@@ -53,8 +61,9 @@ def compare(
     return text, wrong
 
 
-def _beyond(errors: torch.Tensor) -> int:
-    return int((errors > TOLERANCE).sum())
+def _beyond(errors: torch.Tensor, rounding: torch.Tensor | None = None) -> int:
+    limit = TOLERANCE if rounding is None else (ROUNDING * rounding).clamp(TOLERANCE, CLEARLY_WRONG)
+    return int((errors > limit).sum())
 
 
 def _wrong(rows: torch.Tensor, want: dict[int, torch.Tensor], layer: int, count: int) -> str:
