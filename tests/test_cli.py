@@ -271,6 +271,17 @@ def test_doctor_imports_that_fail(findings):
     assert "no such name" in found["patch_sets"].reason
 
 
+def test_doctor_says_which_signal_ended_the_imports(monkeypatch, tmp_path):
+    from spec_vllm_compat.cli import doctor
+
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nkill -ILL $$\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    _, problem = doctor._probe()
+    assert "SIGILL: this vLLM's build uses an instruction that this CPU does not have" in problem
+
+
 @pytest.mark.stack
 def test_doctor_on_a_healthy_environment():
     done = call("doctor", "--json")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -141,3 +142,22 @@ def test_only_what_the_machine_lacks_is_impossible(note: str, operators: str, ou
     about = {"vllm": "0.17.0", "speculators": "0.3.0", "cpu": cell.cpu(), "glibc": "2.36", "operators": operators}
     cell.judge_expected(cases, about)
     assert cases[0]["outcome"] == outcome
+
+
+def test_a_driver_that_ends_with_an_illegal_instruction_leaves_no_case_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """vLLM 0.11's CPU build on a CPU without AVX-512 ends on import."""
+    child = tmp_path / "cell.py"
+    entry = {"id": "one-token", "right": True, "note": "", "error": 1e-6, "strict": True}
+    child.write_text(
+        f"import os, signal\nprint({cell.LINE + json.dumps(entry)!r}, flush=True)\nos.kill(os.getpid(), signal.SIGILL)"
+    )
+    monkeypatch.setattr(cell, "__file__", str(child))
+    monkeypatch.setattr(cell, "_wanted", lambda engine: True)
+    found = cell.supervise(argparse.Namespace(only=["one-token", "one-sequence"], timeout=60))
+    assert [(case["id"], case["outcome"]) for case in found["cases"]] == [
+        ("one-token", "right"), ("one-sequence", "impossible here")
+    ]  # fmt: skip
+    assert (found["error"], found["right"], found["total"]) == (None, 1, 2)
+    assert "(SIGILL)" in found["cases"][1]["reason"]

@@ -61,3 +61,23 @@ class ExtractionError(CompatError):
     Raised by ``generate()`` instead of returning any row. Requests of that call are dropped and the next call is right,
     unless workers ended or did not answer: then every further call raises ``CompatError``.
     """
+
+
+#: What usually is behind a signal that ends a process.
+_SIGNALS = {
+    "SIGKILL": "killed from outside: if nobody did, the kernel was out of memory",
+    "SIGILL": "this vLLM's build uses an instruction that this CPU does not have",
+    "SIGBUS": "a mapping without memory behind it: is /dev/shm full?",
+    "SIGSEGV": "a crash in compiled code",
+}
+
+
+def exit_code(code: int | None) -> str:
+    """An exit code; for a negative one, the signal and what usually is behind it."""
+    import signal
+
+    try:
+        name = signal.Signals(-(code or 0)).name
+    except ValueError:
+        return str(code)
+    return f"{code}, {name}: {_SIGNALS[name]}" if name in _SIGNALS else f"{code}, {name}"

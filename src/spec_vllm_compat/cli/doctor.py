@@ -21,7 +21,7 @@ import click
 from spec_vllm_compat import remote_code, support
 from spec_vllm_compat._version import __version__
 from spec_vllm_compat.cli.progress import counted, human
-from spec_vllm_compat.errors import CompatError
+from spec_vllm_compat.errors import CompatError, exit_code
 from spec_vllm_compat.registry import SWITCH
 from spec_vllm_compat.versions import Versions, detect
 
@@ -195,7 +195,7 @@ def _probe() -> tuple[dict[str, Any], str | None]:
         try:
             done = subprocess.run(asked, capture_output=True, text=True, timeout=300, check=False)
             if done.returncode:
-                problem = f"the process ended with {done.returncode}: {' '.join(done.stderr.split())[-400:]}"
+                problem = f"the process ended with exit code {exit_code(done.returncode)}: {' '.join(done.stderr.split())[-400:]}"
         except subprocess.TimeoutExpired:
             problem = "nothing came back within five minutes"
         seen = json.loads(output.read_text()) if output.exists() else {}

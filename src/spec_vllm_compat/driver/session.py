@@ -14,7 +14,7 @@ import numpy as np
 
 from spec_vllm_compat.driver.buffers import BufferPool
 from spec_vllm_compat.driver.call import Call
-from spec_vllm_compat.errors import CompatError, ExtractionError
+from spec_vllm_compat.errors import CompatError, ExtractionError, exit_code
 from spec_vllm_compat.protocol import ASK, Answer, Capturing, Layout, Step
 
 logger = logging.getLogger("spec_vllm_compat")
@@ -22,24 +22,6 @@ logger = logging.getLogger("spec_vllm_compat")
 
 #: Sessions of the generators that live in this process, in the order in which they were built.
 _sessions: list[weakref.ref[Session]] = []
-
-
-#: What usually is behind a signal that ends a worker.
-_SIGNALS = {
-    signal.SIGKILL: "killed from outside: if nobody did, the kernel was out of memory",
-    signal.SIGILL: "this vLLM's build uses an instruction that this CPU does not have",
-    signal.SIGBUS: "a mapping without memory behind it: is /dev/shm full?",
-    signal.SIGSEGV: "a crash in compiled code",
-}
-
-
-def _in_words(code: int | None) -> str:
-    """An exit code; for a negative one, the signal and what usually is behind it."""
-    try:
-        ended_by = signal.Signals(-(code or 0))
-    except ValueError:
-        return str(code)
-    return f"{code}, {ended_by.name}: {_SIGNALS[ended_by]}" if ended_by in _SIGNALS else f"{code}, {ended_by.name}"
 
 
 def sentences() -> list[str]:
@@ -101,7 +83,7 @@ class Session:
             raise KeyboardInterrupt from None
         except Exception as error:
             ended = [(w.rank, w.proc.exitcode) for w in executor.workers if not w.proc.is_alive()]
-            ranks = ", ".join(f"rank {rank} (exit code {_in_words(code)})" for rank, code in ended)
+            ranks = ", ".join(f"rank {rank} (exit code {exit_code(code)})" for rank, code in ended)
             happened = f"worker processes have ended: {ranks}," if ended else "the workers did not answer"
             self.broken = f"{happened} in {request!r} ({type(error).__name__}: {error})"
             raise ExtractionError(f"{self.broken}; see the workers' own messages above") from error
