@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
+import os
 import random
 
 import pytest
@@ -36,3 +38,55 @@ def test_what_nobody_needs_is_given_back_and_the_worker_is_told():
         pool.take(1000)
     assert pool._free == [small]
     assert pool.retired == [large.segment]
+
+
+def test_a_forked_child_keeps_the_rows_that_it_was_forked_with():
+    pool = buffers.BufferPool()
+    lent, kept = pool.take(5000)[1], pool.take(5000)[1]
+    lent[:], kept[:] = 7, 7
+    place = kept.ctypes.data
+    (from_parent, to_child), (from_child, to_parent) = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.read(from_parent, 1)
+            same = (lent == 7).all() and (kept == 7).all()
+            kept[:] = 8
+            os.write(to_parent, b"same" if same else b"other")
+        finally:
+            os._exit(0)
+    kept[0] = 9
+    address = lent.ctypes.data
+    del lent
+    _, after = pool.take(5000)
+    after[:] = 1
+    os.write(to_child, b"x")
+    assert os.read(from_child, 5) == b"same"
+    os.waitpid(child, 0)
+    assert kept.ctypes.data == place
+    assert kept[0] == 9
+    assert (kept[1:] == 7).all()
+    assert after.ctypes.data != address or len(pool.retired) == 1
+
+
+def test_memory_ends_with_the_pool_and_its_rows():
+    def held() -> int:
+        return sum(
+            "memfd:spec_vllm" in os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if entry.is_symlink()
+        )
+
+    def mapped() -> int:
+        with open("/proc/self/maps") as maps:
+            return maps.read().count("memfd:spec_vllm")
+
+    gc.collect()
+    before = held(), mapped()
+    pool = buffers.BufferPool()
+    lent, other = pool.take(5000)[1], pool.take(5000)[1]
+    del other
+    assert held() > before[0]
+    del pool
+    lent[:] = 3
+    del lent
+    gc.collect()
+    assert (held(), mapped()) == before

@@ -6,6 +6,7 @@ was handed out refers to it, and not before.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import mmap
 import os
@@ -21,6 +22,9 @@ from spec_vllm_compat.protocol import Segment
 IDLE_CALLS = 64
 _numbers = itertools.count()
 
+#: Buffers whose rows somebody holds.
+_lent: set[Buffer] = set()
+
 
 class Buffer:
     """One piece of memory. On Linux without a name: the kernel frees it with the last process that maps it."""
@@ -28,26 +32,50 @@ class Buffer:
     def __init__(self, size: int) -> None:
         self.size = size
         self.idle = 0  # calls since it was free
-        self._descriptor: int | None = None
+        self.forked = False  # a forked child may hold its rows
+        self._close: weakref.finalize[..., Any] | None = None
         number = next(_numbers)
         if hasattr(os, "memfd_create"):
-            self._descriptor = os.memfd_create("spec_vllm_compat", os.MFD_CLOEXEC)
-            os.ftruncate(self._descriptor, size)
-            self._memory = mmap.mmap(self._descriptor, size)
-            path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+            descriptor = os.memfd_create("spec_vllm_compat", os.MFD_CLOEXEC)
+            self._close = weakref.finalize(self, os.close, descriptor)
+            os.ftruncate(descriptor, size)
+            self._memory = mmap.mmap(descriptor, size)
+            path = f"/proc/{os.getpid()}/fd/{descriptor}"
             self.segment: Segment | None = Segment(number, path, size)
         else:
-            self._memory = mmap.mmap(-1, size)
+            self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             self.segment = None
 
     def array(self) -> Any:
         """A new uint8 array over all of it; its slices keep it alive, so its end is the end of all use."""
         return np.frombuffer(self._memory, dtype=np.uint8)
 
+    def part_at_fork(self) -> None:
+        """Make it like any other memory for a child that is about to be forked: each side sees its own writes only."""
+        self.forked = True
+        if self._close is None or (alive := self._close.peek()) is None:
+            return
+        place = ctypes.c_void_p(self.array().ctypes.data)
+        flags = mmap.MAP_PRIVATE | 0x10  # MAP_FIXED: the same pages at the same address
+        if _mmap(place, self.size, mmap.PROT_READ | mmap.PROT_WRITE, flags, alive[2][0], 0) != place.value:
+            raise OSError(ctypes.get_errno(), "mmap of rows before a fork")
+
     def close(self) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        if self._close is not None:
+            self._close()
+
+
+_mmap = ctypes.CDLL(None, use_errno=True).mmap
+_mmap.restype = ctypes.c_void_p
+_mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+
+
+def _before_fork() -> None:
+    for buffer in list(_lent):
+        buffer.part_at_fork()
+
+
+os.register_at_fork(before=_before_fork)
 
 
 def _rounded(size: int) -> int:
@@ -78,17 +106,25 @@ class BufferPool:
             buffer = Buffer(_rounded(size))
         self._retire()
         array = buffer.array()
+        _lent.add(buffer)
         weakref.finalize(array, self._give_back, buffer)
         return buffer, array
 
     def _give_back(self, buffer: Buffer) -> None:
-        self._free.append(buffer)
+        _lent.discard(buffer)
+        if buffer.forked:  # the child goes on reading it
+            self._end(buffer)
+        else:
+            self._free.append(buffer)
+
+    def _end(self, buffer: Buffer) -> None:
+        buffer.close()
+        if buffer.segment is not None:
+            self.retired.append(buffer.segment)
 
     def _retire(self) -> None:
         for buffer in list(self._free):
             buffer.idle += 1
             if buffer.idle > IDLE_CALLS:
                 self._free.remove(buffer)
-                buffer.close()
-                if buffer.segment is not None:
-                    self.retired.append(buffer.segment)
+                self._end(buffer)
