@@ -231,3 +231,28 @@ except spec_vllm_compat.PatchError as error:
     assert int(owners) > 15
     assert "MultiprocExecutor.execute_model to have one owner" in error
     assert "'two_phase'" in error
+
+
+@pytest.mark.parametrize("again", ["importlib.reload(module)", "del sys.modules[name]; importlib.import_module(name)"])
+def test_a_second_import_of_the_generator_is_not_left_unpatched(tmp_path: Path, again: str) -> None:
+    code = (
+        IMPORT
+        + f"""
+import importlib, sys
+from speculators.data_generation import vllm_hidden_states_generator as module
+name = module.__name__
+try:
+    {again}
+except spec_vllm_compat.CompatError as error:
+    print(error)
+spec_vllm_compat.uninstall()
+sys.modules.pop(name, None)
+module = importlib.import_module(name)
+spec_vllm_compat.install()
+print(type(vars(module.VllmHiddenStatesGenerator)["generate"]).__name__)
+"""
+    )
+    done = fakes.run(fakes.environment(tmp_path), code)
+    error, kind = done.stdout.strip().splitlines()
+    assert "found a second import" in error
+    assert kind == "FunctionWrapper"

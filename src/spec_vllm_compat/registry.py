@@ -102,7 +102,7 @@ def _register_hooks() -> None:
 def uninstall() -> None:
     """Take every change back: names, methods and import hooks are as they were before ``install()``.
 
-    Generators that exist already keep working; new ones are those of speculators alone.
+    Generators that exist already raise until ``install()`` is called again; new ones are those of speculators alone.
     """
     if not _state.active:
         return
@@ -162,6 +162,12 @@ class _Gate:
             _register_hooks()
         if name in ("speculators", GENERATOR_PACKAGE) and _is_import() and detect().speculators.present:
             _complete_modules()
+        if name == GENERATOR_MODULE and _state.installation is not None and (name in sys.modules or _is_import()):
+            raise CompatError(
+                f"expected {name} to be imported once; found a second import (a reload, or it was taken out of "
+                "sys.modules), which would not be patched. Start a new process, or call spec_vllm_compat.uninstall() before "
+                "and install() after it."
+            )
         if name in (GENERATOR_PACKAGE, GENERATOR_MODULE):
             if _state.failure is not None:
                 raise _state.failure
