@@ -43,6 +43,8 @@ BAD_INPUT = [
     pytest.param([[5, -1]], r"token_ids\[0\]\[1\] is -1", id="negative"),
     pytest.param([[5, 2**31]], r"is 2147483648: outside", id="more than 31 bits"),
     pytest.param([[5, 1.5]], "expected a list of integers", id="not an integer"),
+    pytest.param([5, 6], r"token_ids\[0\]: expected a list of integers; found 5", id="one sequence"),
+    pytest.param(None, "token_ids: expected a list of lists of integers; found None", id="none"),
 ]
 
 
@@ -72,6 +74,8 @@ def test_layer_out_of_range_is_refused_before_any_work(build, small_model, monke
     for layer in (6, -1):
         with pytest.raises(ValueError, match=f"Layer index {layer} out of bounds"):
             build(small_model(), layer_ids=[1, layer])
+    with pytest.raises(ValueError, match="layer_ids is empty"):
+        build(small_model(), layer_ids=[])
 
 
 def test_a_worker_error_is_raised_and_the_next_call_is_right(generator, batch, right, monkeypatch):
@@ -117,6 +121,106 @@ def test_an_interrupt_leaves_nothing_behind(generator, batch, right):
 def _generate_for_ever(generator: Any, prompts: list[list[int]]) -> None:
     for _ in range(50):
         generator.generate(prompts)
+
+
+@pytest.fixture
+def interruptible():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def _interrupting(monkeypatch: Any, holder: Any, name: str, when: Any = lambda *_args: True) -> None:
+    """The first matching call is followed by Ctrl-C before it returns."""
+    original, sent = getattr(holder, name), []
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        if not sent and when(*args):
+            sent.append(True)
+            signal.raise_signal(signal.SIGINT)
+        return result
+
+    monkeypatch.setattr(holder, name, wrapper)
+
+
+@pytest.mark.usefixtures("interruptible")
+@pytest.mark.parametrize("place", ["scheduler", "request of speculators"])
+def test_an_interrupt_in_the_middle_of_a_change_leaves_nothing_behind(generator, batch, right, monkeypatch, place):
+    """Blocks taken and not yet noted were lost; a reply that nobody read was taken for that of the next question."""
+    pool = generator.scheduler.kv_cache_manager.block_pool
+    if place == "scheduler":
+        _interrupting(monkeypatch, pool, "get_new_blocks")
+    else:
+        _interrupting(
+            monkeypatch, generator.executor.rpc_broadcast_mq, "enqueue", lambda call, *_: call[0] == "_reset_capture"
+        )
+    with pytest.raises(KeyboardInterrupt):
+        generator.generate(batch(40, 9, seed=3))
+    assert pool.get_num_free_blocks() == generator.scheduler.kv_cache_config.num_blocks - 1
+    right(batch(40, 9, seed=4))
+    assert generator.executor.collective_rpc(_requests_known) == [[]]
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_ctrl_c_of_a_terminal_reaches_the_workers_too(generator, batch, right):
+    worker = generator.executor.workers[0].proc.pid
+    timer = threading.Timer(0.3, lambda: [os.kill(pid, signal.SIGINT) for pid in (worker, os.getpid())])
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        _generate_for_ever(generator, batch(*[1500] * 8))
+    timer.join()
+    right(batch(40, 9, seed=2))
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_an_error_does_not_swallow_an_interrupt():
+    from spec_vllm_compat.driver.session import interrupts_wait
+
+    def fails() -> None:
+        with interrupts_wait():
+            signal.raise_signal(signal.SIGINT)
+            raise RuntimeError("on purpose")
+
+    with pytest.raises(KeyboardInterrupt):
+        fails()
+
+
+def test_requests_that_were_not_dropped_do_not_reach_the_next_call(generator, batch, right, monkeypatch):
+    with monkeypatch.context() as patch:  # as if a second Ctrl-C came before they were
+        patch.setattr(type(generator.scheduler), "abandon", lambda _scheduler: None)
+        patch.setattr(type(generator.executor.session), "step", lambda *_args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            generator.generate(batch(40, 9))
+    assert generator.scheduler.requests
+    right(batch(40, 9, seed=2))
+
+
+def test_threads_take_turns(generator, batch, right):
+    batches, results = [batch(60, 40, 30, seed=seed) for seed in range(12)], {}
+    threads = [
+        threading.Thread(target=lambda n=n: results.update({n: generator.generate(batches[n])})) for n in range(12)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 12
+    for number, found in results.items():
+        right(batches[number], found)
+
+
+def test_a_scheduler_that_fails_is_not_used_again(build, small_model, batch, monkeypatch):
+    from spec_vllm_compat import CompatError
+
+    generator = build(small_model(), layer_ids=[1])
+    monkeypatch.setattr(generator.scheduler.kv_cache_manager, "allocate_slots", lambda *_args, **_kwargs: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        generator.generate(batch(9))
+    with pytest.raises(
+        CompatError, match=r"cannot be used any more: its scheduler did not come to an end \(ZeroDivision"
+    ):
+        generator.generate(batch(9))
 
 
 def test_no_request_is_left_in_scheduler_or_workers(generator, batch):

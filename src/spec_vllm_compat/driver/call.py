@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -273,9 +273,12 @@ def prompts_of(token_ids: Any, max_length: int, vocab_size: int) -> list[list[in
                 f"token_ids: expected an integer tensor [batch, tokens]; found {token_ids.dtype} {tuple(token_ids.shape)}"
             )
         token_ids = token_ids.tolist()
+    if not isinstance(token_ids, Iterable):
+        raise InvalidBatchError(f"token_ids: expected a list of lists of integers; found {token_ids!r:.80}")
     prompts: list[list[int]] = []
     for position, row in enumerate(token_ids):
-        ids = row.tolist() if hasattr(row, "tolist") else list(row)
+        ids = row.tolist() if hasattr(row, "tolist") else row
+        ids = list(ids) if isinstance(ids, Iterable) else [None]
         if not all(type(token) is int for token in ids):
             raise InvalidBatchError(f"token_ids[{position}]: expected a list of integers; found {row!r:.80}")
         ids = ids[:max_length]

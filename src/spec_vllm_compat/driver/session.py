@@ -53,6 +53,7 @@ class Session:
         self.shared = True
         self._attached: set[int] = set()
         self.broken: str | None = None
+        self.turn = threading.RLock()  # one call at a time
         _sessions.append(weakref.ref(self, _sessions.remove))
 
     def sentence(self) -> str:
@@ -74,26 +75,31 @@ class Session:
         import vllm.envs
 
         self.require_usable()
-        try:
-            with _interrupts_wait():
-                answers: list[Answer] = executor.collective_rpc(
-                    ASK, args=(request, *args), timeout=vllm.envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
-                )
-        except _Interrupted:
-            raise KeyboardInterrupt from None
-        except Exception as error:
-            ended = [(w.rank, w.proc.exitcode) for w in executor.workers if not w.proc.is_alive()]
-            ranks = ", ".join(f"rank {rank} (exit code {exit_code(code)})" for rank, code in ended)
-            happened = f"worker processes have ended: {ranks}," if ended else "the workers did not answer"
-            self.broken = f"{happened} in {request!r} ({type(error).__name__}: {error})"
-            raise ExtractionError(f"{self.broken}; see the workers' own messages above") from error
-        except BaseException:  # a second Ctrl-C: replies are still on their way
-            self.broken = f"it was interrupted in {request!r}"
-            raise
+        answers: list[Answer] = executor.collective_rpc(
+            ASK, args=(request, *args), timeout=vllm.envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
+        )
         failed = [f"rank {rank}: {answer.error}" for rank, answer in enumerate(answers) if answer.error]
         if failed:
             raise ExtractionError(f"worker failed in {request!r}: {'; '.join(failed)}")
         return [answer.value for answer in answers]
+
+    @contextmanager
+    def awaiting(self, executor: Any, method: Any, args: Sequence[Any]) -> Iterator[None]:
+        """Around every remote call: afterwards all replies have been read, or the generator is not usable any more."""
+        with interrupts_wait():
+            try:
+                yield
+            except Exception as error:
+                ended = [(w.rank, w.proc.exitcode) for w in getattr(executor, "workers", ()) if not w.proc.is_alive()]
+                if not ended and method != ASK:
+                    raise
+                ranks = ", ".join(f"rank {rank} (exit code {exit_code(code)})" for rank, code in ended)
+                happened = f"worker processes have ended: {ranks}," if ended else "the workers did not answer"
+                self.broken = f"{happened} in {_name(method, args)} ({type(error).__name__}: {error})"
+                raise ExtractionError(f"{self.broken}; see the workers' own messages above") from error
+            except BaseException:  # a second Ctrl-C: replies are still on their way
+                self.broken = f"it was interrupted in {_name(method, args)}"
+                raise
 
     def require_usable(self) -> None:
         """Raise :class:`CompatError` if the workers are gone or out of step with the driver."""
@@ -126,11 +132,12 @@ class Session:
         """The call's layout if the workers do not have it yet, its memory made known to the one that captures."""
         assert self.call is not None
         segment = self.call.segment if self.shared else None
-        retired, self.pool.retired = self.pool.retired, []
+        retired = tuple(self.pool.retired)
         if segment is not None and segment.number in self._attached:
             segment = None
         if segment is not None or retired:
-            reason = self.ask(executor, "attach", segment, tuple(retired))[0]
+            reason = self.ask(executor, "attach", segment, retired)[0]
+            del self.pool.retired[: len(retired)]  # not before: an interrupt would lose them
             self._attached -= {old.number for old in retired}
             if segment is not None and not reason:
                 self._attached.add(segment.number)
@@ -152,12 +159,12 @@ def _same_on_every_rank(rank: int, found: Sequence[float], due: Sequence[float])
         )
 
 
-class _Interrupted(Exception):
-    """Ctrl-C came while replies were awaited; they have all been read."""
+def _name(method: Any, args: Sequence[Any]) -> str:
+    return repr(args[0] if method == ASK and args else getattr(method, "__name__", method))
 
 
 @contextmanager
-def _interrupts_wait() -> Iterator[None]:
+def interrupts_wait() -> Iterator[None]:
     """Hold the first SIGINT back until the block is done; a second one goes through at once."""
     previous = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(previous):
@@ -176,7 +183,5 @@ def _interrupts_wait() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, previous)
-    if came:
-        if previous is signal.default_int_handler:
-            raise _Interrupted
-        previous(signal.SIGINT, None)
+        if came:  # whatever else happened: an error must not swallow it
+            previous(signal.SIGINT, None)

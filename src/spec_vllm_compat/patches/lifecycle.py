@@ -49,6 +49,12 @@ class Shutdown(Mixin):
 
 
 def _construct(wrapped: Any, generator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def layer_ids_of(_model_path: Any = None, layer_ids: Any = None, *_args: Any, **_kwargs: Any) -> Any:
+        return layer_ids
+
+    layer_ids = layer_ids_of(*args, **kwargs)
+    if layer_ids is not None and not len(layer_ids):
+        raise ValueError("layer_ids is empty: expected at least one decoder layer, or None for speculators' own choice")
     try:
         wrapped(*args, **kwargs)
     except BaseException:
@@ -77,9 +83,16 @@ def _generate(wrapped: Any, generator: Any, args: tuple[Any, ...], kwargs: dict[
         raise CompatError(
             "this generator was built before spec_vllm_compat was imported; import it first, then build a new one"
         )
+    with session.turn:  # other threads wait for theirs
+        return _take_turn(wrapped, generator, session, token_ids_of(*args, **kwargs))
+
+
+def _take_turn(wrapped: Any, generator: Any, session: Any, token_ids: Any) -> Any:
     session.require_usable()
+    if generator.scheduler.unfinished():
+        generator.scheduler.abandon()
     model = generator.vllm_config.model_config
-    prompts = prompts_of(token_ids_of(*args, **kwargs), model.max_model_len - 1, model.get_vocab_size())
+    prompts = prompts_of(token_ids, model.max_model_len - 1, model.get_vocab_size())
     text = model.hf_text_config
     layers = session.capturing.layer_ids
     session.call = Call(prompts, layers, text.hidden_size, model.dtype, session.pool, session.shared)

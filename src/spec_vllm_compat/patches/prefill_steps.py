@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from spec_vllm_compat.driver.session import interrupts_wait
 from spec_vllm_compat.errors import ExtractionError, InvalidBatchError
 from spec_vllm_compat.records import Kind, Record
 from spec_vllm_compat.seams import Change, Members, Mixin, PatchSet, Probe, SeamMissing, Target
@@ -48,14 +50,19 @@ class PrefillSteps(Mixin):
                 f"blocks; the cache has {self._capacity()}. Raise gpu_memory_utilization (on CPU: "
                 "VLLM_CPU_KVCACHE_SPACE) or lower max_model_len."
             )
+        if self.session.call is None:
+            raise ExtractionError(
+                "a request was added outside of generate(). If spec_vllm_compat was uninstalled, call its install() again"
+            )
         self.session.call.register(request.request_id, request.prompt_token_ids)
         self._held().append(request)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        self._finish(request_id for request_id in list(self.requests) if self._prefilled(request_id))
-        self._admit()
-        output = super().schedule(*args, **kwargs)
-        self._spec_vllm_compat_told = frozenset(output.finished_req_ids)
+        with interrupts_wait(), self._whole():
+            self._finish(request_id for request_id in list(self.requests) if self._prefilled(request_id))
+            self._admit()
+            output = super().schedule(*args, **kwargs)
+            self._spec_vllm_compat_told = frozenset(output.finished_req_ids)
         if output.total_num_scheduled_tokens == 0:
             if self.requests or self._held():
                 waiting = [*self.requests, *(request.request_id for request in self._held())]
@@ -68,14 +75,31 @@ class PrefillSteps(Mixin):
     def finish_requests(self, request_ids: Any, finished_status: Any) -> None:
         """speculators says "aborted" after any step; a prompt that is not done goes on."""
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
-        self._finish((request_id for request_id in ids if self._prefilled(request_id)), finished_status)
+        with interrupts_wait(), self._whole():
+            self._finish((request_id for request_id in ids if self._prefilled(request_id)), finished_status)
 
     def abandon(self) -> None:
         """Drop every request, after an error or an interrupt."""
-        self._held().clear()
-        self._finish(list(self.requests))
-        # An interrupt between scheduling and the step: the workers have not heard of them. Twice does no harm.
-        self.finished_req_ids.update(self._spec_vllm_compat_told)
+        if self.session.broken is not None:  # nothing will be scheduled again
+            return
+        with interrupts_wait(), self._whole():
+            self._held().clear()
+            self._finish(list(self.requests))
+            # An interrupt between scheduling and the step: the workers have not heard of them. Twice does no harm.
+            self.finished_req_ids.update(self._spec_vllm_compat_told)
+
+    def unfinished(self) -> bool:
+        """Whether requests are left: a second Ctrl-C can come between an error and `abandon`."""
+        return bool(self.requests or self._held())
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """vLLM's scheduler, left in the middle of a change, loses blocks and requests."""
+        try:
+            yield
+        except BaseException as error:
+            self.session.broken = f"its scheduler did not come to an end ({type(error).__name__}: {error})"
+            raise
 
     def _finish(self, request_ids: Iterable[str], status: Any = None) -> None:
         from vllm.v1.request import RequestStatus

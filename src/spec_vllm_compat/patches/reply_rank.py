@@ -45,8 +45,11 @@ def _changes(target: Target) -> tuple[Change, ...]:
     class ReplyRank(Mixin):
         """Hands speculators the reply of one rank in the form it expects."""
 
+        session: Any
+
         def collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> Any:
-            reply = super().collective_rpc(method, *args, **kwargs)
+            with self.session.awaiting(self, method, kwargs.get("args", ())):
+                reply = super().collective_rpc(method, *args, **kwargs)
             if kwargs.get("unique_reply_rank") is None or kwargs.get("non_block"):
                 return reply
             value = reply if vllm_unwraps else reply[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import signal
 import traceback
 from typing import Any
 
@@ -68,6 +70,9 @@ def _identify(worker: Any) -> Identity:
 def _capture(worker: Any, layer_ids: tuple[int, ...]) -> Capturing:
     from vllm.distributed import get_tp_group
 
+    if multiprocessing.parent_process() is not None:
+        # A terminal sends Ctrl-C to the workers too, and vLLM's end on it. They end when the driver does.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     before: Capture | None = vars(worker).pop("_spec_vllm_compat", None)
     sink = before.remove() if before is not None else Sink(worker.model_runner.device)
     capture = Capture(worker, layer_ids, sink, keep=get_tp_group().rank_in_group == 0)

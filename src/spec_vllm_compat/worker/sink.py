@@ -19,6 +19,8 @@ class Sink:
 
     def attach(self, segment: Segment) -> str:
         """Map a segment. Returns why it cannot be, or an empty string."""
+        if segment.number in self._mapped:  # the driver was interrupted before it heard of it
+            return ""
         try:
             descriptor = os.open(segment.path, os.O_RDWR)
             try:
