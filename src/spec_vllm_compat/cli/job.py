@@ -71,7 +71,6 @@ class Job:
         from spec_vllm_compat import report
 
         # A terminal sends Ctrl-C to the workers too, and vLLM's end on it; the batch could not be finished.
-        generator.executor.collective_rpc(_ignore_interrupts)
         self._extracting = True
         actual = str(generator.vllm_config.model_config.dtype).removeprefix("torch.")
         if self.options.save_dtype == "auto" and actual != self.plan.dtype:
@@ -202,7 +201,3 @@ class Job:
         else:
             click.echo(f"  next       spec-vllm-compat verify {shlex.quote(str(self.plan.root))}")
         return 1 if left else 0
-
-
-def _ignore_interrupts(_worker: Any) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
