@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,9 @@ VOCABULARY = 512
 LINE = "cell-case "
 
 #: Failures that are those of one machine: pattern of the error, and what it means.
-ILLEGAL, NO_OPERATOR = r"exit code -4\b", r"'_C' object has no attribute"
-OLDER_LIBRARY = r"version `\w+_[\d.]+' not found"
 SIGILL = -4
+ILLEGAL, NO_OPERATOR = rf"exit code {SIGILL}\b", r"'_C' object has no attribute"
+OLDER_LIBRARY = r"version `\w+_[\d.]+' not found"
 MACHINE = {
     ILLEGAL: "this vLLM's CPU build runs an instruction that this CPU does not have (SIGILL)",
     NO_OPERATOR: "this vLLM's compiled operators do not load on this machine, whose C or C++ library is older",
@@ -106,7 +107,14 @@ def supervise(arguments: argparse.Namespace) -> dict[str, Any]:
             error = "\n".join([said, *tail])
             print(error)
     if status == SIGILL:  # in the driver's own process, which ends with it: the cases that were still to come
-        cases += [{**case, "note": f"exit code {SIGILL} of the driver"} for case in _asked(arguments.only, after=cases)]
+        done = {case["id"] for case in cases}
+        lost = {"right": False, "note": f"exit code {SIGILL} of the driver", "error": 0.0}
+        cases += [
+            {"id": case["id"], **lost, "strict": engine.get("dtype") == "float32"}
+            for engine, asked in _selected(arguments.only)
+            for case in asked
+            if case["id"] not in done
+        ]
         error = None
     found = {**versions(), **about}
     judge_expected(cases, found)
@@ -125,15 +133,12 @@ def supervise(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _asked(only: list[str] | None, *, after: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Cases that are to run and are not among those that did."""
-    done = {case["id"] for case in after}
-    return [
-        {"id": case["id"], "right": False, "error": 0.0, "strict": engine.get("dtype") == "float32"}
-        for engine in json.loads(CASES.read_text(encoding="utf-8"))
-        for case in engine["cases"]
-        if (only is None or case["id"] in only) and case["id"] not in done and _wanted(engine)
-    ]
+def _selected(only: list[str] | None) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
+    """Engines that this speculators can run, and which of their cases are to run."""
+    for engine in json.loads(CASES.read_text(encoding="utf-8")):
+        cases = [case for case in engine["cases"] if only is None or case["id"] in only]
+        if cases and _wanted(engine):
+            yield engine, cases
 
 
 def _kill_after(child: subprocess.Popen[str], seconds: float) -> Any:
@@ -243,10 +248,7 @@ def check(only: list[str] | None, *, shim: bool) -> int:
         say(about={"patch_sets": list(spec_vllm_compat.report().applied)})
     with tempfile.TemporaryDirectory() as folder:
         models: dict[str, tuple[Path, Any]] = {}
-        for engine in json.loads(CASES.read_text(encoding="utf-8")):
-            cases = [case for case in engine["cases"] if only is None or case["id"] in only]
-            if not cases or not _wanted(engine):
-                continue
+        for engine, cases in _selected(only):
             family = engine["model"]
             if family not in models:
                 from reference import Reference

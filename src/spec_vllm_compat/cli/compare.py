@@ -49,7 +49,8 @@ def compare(
             rounding = [row_errors(low[layer], want[layer]) for low, want in zip(rounded, exact, strict=True)]
             theirs = [_beyond(rows) for rows in rounding]
             far, own_far = far + sum(_beyond(places[place]) for places in errors), own_far + sum(theirs)
-            ours = [_beyond(places[place], own) for places, own in zip(errors, rounding, strict=True)]
+            limits = [(ROUNDING * rows).clamp(TOLERANCE, CLEARLY_WRONG) for rows in rounding]
+            ours = [_beyond(places[place], limit) for places, limit in zip(errors, limits, strict=True)]
             too_many = sum(ours) > (2 * sum(theirs) + 3 if sum(theirs) else 0)
             wrong += [
                 (index, _wrong(samples[index]["hidden_states"][place], exact[index], layer, count))
@@ -62,8 +63,7 @@ def compare(
     return text, wrong
 
 
-def _beyond(errors: torch.Tensor, rounding: torch.Tensor | None = None) -> int:
-    limit = TOLERANCE if rounding is None else (ROUNDING * rounding).clamp(TOLERANCE, CLEARLY_WRONG)
+def _beyond(errors: torch.Tensor, limit: torch.Tensor | float = TOLERANCE) -> int:
     return int((errors > limit).sum())
 
 

@@ -70,7 +70,6 @@ class Job:
     def _note(self, generator: Any) -> None:
         from spec_vllm_compat import report
 
-        # A terminal sends Ctrl-C to the workers too, and vLLM's end on it; the batch could not be finished.
         self._extracting = True
         actual = str(generator.vllm_config.model_config.dtype).removeprefix("torch.")
         if self.options.save_dtype == "auto" and actual != self.plan.dtype:

@@ -58,7 +58,7 @@ class PrefillSteps(Mixin):
         self._held().append(request)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        with interrupts_wait(), self._whole():
+        with self._whole():
             self._finish(request_id for request_id in list(self.requests) if self._prefilled(request_id))
             self._admit()
             output = super().schedule(*args, **kwargs)
@@ -75,14 +75,14 @@ class PrefillSteps(Mixin):
     def finish_requests(self, request_ids: Any, finished_status: Any) -> None:
         """speculators says "aborted" after any step; a prompt that is not done goes on."""
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
-        with interrupts_wait(), self._whole():
+        with self._whole():
             self._finish((request_id for request_id in ids if self._prefilled(request_id)), finished_status)
 
     def abandon(self) -> None:
         """Drop every request, after an error or an interrupt."""
         if self.session.broken is not None:  # nothing will be scheduled again
             return
-        with interrupts_wait(), self._whole():
+        with self._whole():
             self._held().clear()
             self._finish(list(self.requests))
             # An interrupt between scheduling and the step: the workers have not heard of them. Twice does no harm.
@@ -95,11 +95,12 @@ class PrefillSteps(Mixin):
     @contextmanager
     def _whole(self) -> Iterator[None]:
         """vLLM's scheduler, left in the middle of a change, loses blocks and requests."""
-        try:
-            yield
-        except BaseException as error:
-            self.session.broken = f"its scheduler did not come to an end ({type(error).__name__}: {error})"
-            raise
+        with interrupts_wait():
+            try:
+                yield
+            except BaseException as error:
+                self.session.broken = f"its scheduler did not come to an end ({type(error).__name__}: {error})"
+                raise
 
     def _finish(self, request_ids: Iterable[str], status: Any = None) -> None:
         from vllm.v1.request import RequestStatus
